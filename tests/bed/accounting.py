@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.waiting import PATIENCE_SECONDS
+
 PROGRAMS = ("slurmdbd", "sacct", "sacctmgr", "mariadbd", "mariadb-install-db")
 
 _LOOPBACK_ADDRESS = "127.0.0.1"
@@ -98,7 +100,7 @@ def _daemon(
             argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not _is_listening(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{argv[0]} has not come up:\n{log.read_text()[-2000:]}")

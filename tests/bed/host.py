@@ -9,9 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from bed.keys import write_key
 
@@ -142,7 +144,7 @@ class Host:
         host itself stays, without sshd.
         """
         inside = ("nsenter", "-t", str(self.pid), "--pid", "--", "bash", "-c", "kill -KILL -1")
-        subprocess.run(inside, check=True, timeout=30)
+        subprocess.run(inside, check=True, timeout=PATIENCE_SECONDS)
 
     def cut_power(self) -> None:
         """Perform the first half of :meth:`kill`, so that many hosts can be ended in parallel."""
@@ -158,7 +160,7 @@ class Host:
         if self._unshare is None:
             return
         # unshare waits for process 1, which the kernel ends last in its namespace.
-        self._unshare.wait(timeout=30)
+        self._unshare.wait(timeout=PATIENCE_SECONDS)
         for pipe in (self._unshare.stdin, self._unshare.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -241,7 +243,7 @@ class Host:
     def stop_sshd(self) -> None:
         """End the listener and wait until its port is closed; open sessions stay alive."""
         self.signal_sshd(signal.SIGKILL)
-        _wait_for(lambda: self.find_sshd() is None, f"sshd of {self.name} did not end")
+        wait_for(lambda: self.find_sshd() is None, f"end of sshd of {self.name}", interval=0.01)
 
     def start_sshd(self, **options: str) -> None:
         """Start the listener, with further sshd_config ``options``, and wait for its banner."""
@@ -255,9 +257,9 @@ class Host:
         self.stop_sshd()
         self.start_sshd(**options)
 
-    def wait_for_banner(self, seconds: float = 20) -> None:
+    def wait_for_banner(self) -> None:
         """Wait until sshd answers over the network."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 with socket.create_connection((self.address, 22), 1) as connection:
@@ -267,7 +269,7 @@ class Host:
                 pass
             if time.monotonic() > deadline:
                 log = (self.directory / "sshd.log").read_text()
-                raise TimeoutError(f"no sshd on {self.name} within {seconds} s\n{log}")
+                raise TimeoutError(f"no sshd on {self.name} within {PATIENCE_SECONDS:g} s\n{log}")
             time.sleep(0.02)
 
     def change_host_key(self) -> None:
@@ -353,11 +355,3 @@ def _namespace(pid: int) -> str | None:
         return str(Path(f"/proc/{pid}/ns/pid").readlink())
     except OSError:
         return None
-
-
-def _wait_for(condition: Callable[[], bool], message: str, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(message)
-        time.sleep(0.01)

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.waiting import wait_for
+
 from bed import accounting
 from bed.host import Host
 from bed.lab import HUB_ADDRESS, Bed
@@ -105,13 +107,9 @@ class Slurm:
         """Return the ids of pending, running and ending jobs."""
         return self.run("squeue", "--noheader", "--format=%i").split()
 
-    def wait_until_no_jobs(self, seconds: float = 20) -> None:
+    def wait_until_no_jobs(self) -> None:
         """Wait until all jobs have ended."""
-        deadline = time.monotonic() + seconds
-        while self.list_jobs():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"jobs {self.list_jobs()} did not end within {seconds:g} s")
-            time.sleep(0.1)
+        wait_for(lambda: not self.list_jobs(), "the end of all jobs", interval=0.1)
 
     @contextmanager
     def without_controller(self) -> Iterator[None]:
@@ -216,7 +214,7 @@ class Slurm:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
             stack.enter_context(slurm._daemon("munged", "--foreground", "--force", *paths))
-            _wait_until_exists(directory / "munge.sock")
+            wait_for((directory / "munge.sock").exists, "munge", interval=0.02)
             if accounts:
                 stack.enter_context(accounting.run_accounting(directory))
             for grant in accounts:
@@ -285,12 +283,11 @@ class Slurm:
             process.kill()
             process.wait()
 
-    def _wait_idle(self, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while self._idle() != len(self.bed.hosts):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"Slurm is not up within {seconds:g} s\n{self._logs()}")
-            time.sleep(0.1)
+    def _wait_idle(self) -> None:
+        try:
+            wait_for(lambda: self._idle() == len(self.bed.hosts), "idle nodes", interval=0.1)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self._logs()}") from None
 
     def _idle(self) -> int:
         states = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
@@ -304,14 +301,6 @@ class Slurm:
 def _suffix(name: str) -> str:
     """Return ``munge.sock`` for ``socket``, and ``munge.log`` for ``log-file``."""
     return "sock" if name == "socket" else name.removesuffix("-file")
-
-
-def _wait_until_exists(path: Path, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not appear within {seconds:g} s")
-        time.sleep(0.02)
 
 
 def _send_signal(pids: Iterable[int], number: int) -> None:

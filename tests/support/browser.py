@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from support.needs import INSTALL_COMMAND, skip_or_fail
+from support.waiting import PATIENCE_SECONDS
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "google-chrome", "chromium-browser")
-_TIMEOUT_SECONDS = 60.0
 # Without a window, first-run pages, or network access in the background.
 _FLAGS = (
     "--headless",
@@ -67,7 +67,7 @@ class Browser:
 
     def wait_until(self, expression: str) -> None:
         """Wait until a JavaScript expression is true."""
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never: {expression}"
             time.sleep(0.02)
@@ -115,7 +115,7 @@ class Browser:
 
     def _read_message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            ready, _, _ = select.select([self._replies], [], [], _TIMEOUT_SECONDS)
+            ready, _, _ = select.select([self._replies], [], [], PATIENCE_SECONDS)
             chunk = os.read(self._replies, 1 << 16) if ready else b""
             assert chunk, "the browser does not answer any more"
             self._buffer += chunk

@@ -25,7 +25,8 @@ from flagscale.launcher.runners.base import ConfigTexts
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.state import RunState, load_state, new_run_id, save_plan
 from support.arguments import train_arguments
-from support.launch_lab import PROJECT, wait_for
+from support.launch_lab import PROJECT
+from support.waiting import wait_for
 
 SLEEPING_PROGRAM = """
     import time

@@ -7,20 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
+from support.waiting import PATIENCE_SECONDS, wait_for
 from support.warm_programs import run_command_line
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -62,20 +61,6 @@ def write_light_torchrun(root: Path) -> Path:
         (directory / "__init__.py").touch()
     (package / "run.py").write_text(LIGHT_TORCHRUN, encoding="utf-8")
     return package.parents[1]
-
-
-def wait_for(condition: Callable[[], Any], timeout_seconds: float = 60.0) -> Any:
-    """Wait until the condition is true, and return its value. Fails the test after
-    ``timeout_seconds``.
-    """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            pytest.fail(f"nothing within {timeout_seconds} s")
-        time.sleep(0.05)
 
 
 def remove_directory(directory: Path) -> None:
@@ -140,7 +125,11 @@ class Lab:
         return [sys.executable, str(PROJECT / "run.py"), *config_options, *words]
 
     def run_action(
-        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 60.0
+        self,
+        action: str,
+        *words: str,
+        wrapper: Sequence[str] = (),
+        timeout: float = PATIENCE_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Run an action of the command line to its end; ``wrapper`` is a command that starts it."""
         command = [*wrapper, *self.command(f"action={action}", *words)]
@@ -189,9 +178,9 @@ class Lab:
         """Return the live processes of the run."""
         return processes.find_run_processes(self.state().run_id)
 
-    def wait_until_ended(self, timeout_seconds: float = 60.0) -> None:
+    def wait_until_ended(self) -> None:
         """Wait until all processes of the run have ended."""
-        wait_for(lambda: not self.run_processes(), timeout_seconds)
+        wait_for(lambda: not self.run_processes())
 
     def kill_processes(self) -> None:
         """Kill all processes that are still running."""

@@ -26,7 +26,8 @@ from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE, read_progress
-from support.launch_lab import PROJECT, wait_for, write_light_torchrun
+from support.launch_lab import PROJECT, write_light_torchrun
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 TOY_PROGRAM = r'''
 import faulthandler, os, signal, socket, struct, sys, time, traceback
@@ -245,9 +246,9 @@ class AgentHosts:
             directory = host.run_dir / "status"
             wait_for(lambda path=directory, rank=number: read_progress(path, rank))
 
-    def wait_for_exit_codes(self, timeout_seconds: float = 90) -> list[int]:
+    def wait_for_exit_codes(self) -> list[int]:
         """Wait for all agents, and return their exit codes."""
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + PATIENCE_SECONDS
         for host in self.hosts:
             try:
                 host.agent.wait(max(0.1, deadline - time.monotonic()))
@@ -255,9 +256,9 @@ class AgentHosts:
                 raise AssertionError(self.read_outputs()) from None
         return [host.agent.returncode for host in self.hosts]
 
-    def wait_until_ended(self, timeout_seconds: float = 60) -> None:
+    def wait_until_ended(self) -> None:
         """Wait until all processes of the run have ended."""
-        wait_for(lambda: not any(host.run_processes() for host in self.hosts), timeout_seconds)
+        wait_for(lambda: not any(host.run_processes() for host in self.hosts))
 
     def job_summary(self) -> dict[str, Any]:
         """Return the coordinator's summary of the job."""

@@ -28,8 +28,9 @@ from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.preflight.checks import Check
 from flagscale.launcher.runners.slurm.runner import SlurmRunner
 from support.full_disk import small_disk
-from support.launch_lab import Lab, wait_for
+from support.launch_lab import Lab
 from support.needs import require_program
+from support.waiting import wait_for
 from support.warm_programs import run_command_line
 
 # Joins, runs until SIGTERM, then saves and exits. FAIL is the exit code of rank 1. MEET is a
@@ -207,10 +208,10 @@ class SlurmLab(Lab):
 
         return self.cluster.user.call(run_query)
 
-    def wait_for_state(self, state: str, timeout_seconds: float = 30) -> dict[str, Any]:
+    def wait_for_state(self, state: str) -> dict[str, Any]:
         """Return the result of ``query`` once the run is in this state."""
         snapshot: dict[str, Any] = wait_for(
-            lambda: now if (now := self.query())["state"] == state else None, timeout_seconds
+            lambda: now if (now := self.query())["state"] == state else None
         )
         return snapshot
 
@@ -222,12 +223,12 @@ class SlurmLab(Lab):
             reason = str(now["hosts"][0].get("waits", ""))
             return reason if now["state"] == "pending" and expected_reason in reason else ""
 
-        explanation: str = wait_for(pending_reason, 60)
+        explanation: str = wait_for(pending_reason)
         return explanation
 
     def wait_for_warning(self) -> str:
         """Return the first warning of ``query``, once there is one."""
-        warnings: list[str] = wait_for(lambda: self.query()["warnings"], 30)
+        warnings: list[str] = wait_for(lambda: self.query()["warnings"])
         return warnings[0]
 
     def run_preflight(self) -> list[Check]:

@@ -19,7 +19,8 @@ from bed.lab import Bed
 
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
-from support.launch_lab import PROJECT, wait_for, write_light_torchrun
+from support.launch_lab import PROJECT, write_light_torchrun
+from support.waiting import PATIENCE_SECONDS, wait_for
 from support.warm_programs import run_command_line
 
 # Joins and runs until SIGTERM, without torch.
@@ -104,7 +105,11 @@ class SshLab:
         return [sys.executable, str(PROJECT / "run.py"), *config_options, *words]
 
     def run_action(
-        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 120.0
+        self,
+        action: str,
+        *words: str,
+        wrapper: Sequence[str] = (),
+        timeout: float = PATIENCE_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         """Run an action to its end; ``wrapper`` is a command that the action is run by."""
         command = [*wrapper, *self.command(f"action={action}", *words)]

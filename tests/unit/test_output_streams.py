@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.output_streams import escape_controls
 
@@ -104,5 +105,5 @@ def test_unbuffered_output_stays_unbuffered() -> None:
         ready, _, _ = select.select([process.stdout], [], [], 30)
         assert ready, "nothing was printed before the end"
         assert process.stdout.readline() == b"printed\n"
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_SECONDS
 
 COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
@@ -47,7 +48,7 @@ def bench() -> Bench:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
         return BenchResult(completed.returncode, completed.stdout, completed.stderr)

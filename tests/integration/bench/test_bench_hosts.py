@@ -11,8 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import pytest
 from bed.host import Host
 from bed.lab import Bed
-from support.launch_lab import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
@@ -39,14 +38,6 @@ def list_scratch_directories(host: Host) -> list[str]:
 
 def find_ranks(bed: Bed) -> list[tuple[str, ...]]:
     return [p.argv for host in bed.hosts for p in host.find("flagscale.bench")]
-
-
-def wait_until(condition: Callable[[], bool], description: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {description}")
-        time.sleep(0.1)
 
 
 def test_hosts_with_different_slots_and_result_files(bench: Any, bed: Bed, tmp_path: Path) -> None:
@@ -150,7 +141,12 @@ def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
     )
     try:
         scratch = bed["h00"].local_path("/tmp")
-        wait_until(lambda: any(scratch.glob("flagscale-bench-*/*/part.json")), "the first result")
+
+        def has_result() -> bool:
+            assert process.poll() is None, process.communicate()
+            return any(scratch.glob("flagscale-bench-*/*/part.json"))
+
+        wait_for(has_result, "the first result")
         yield process
     finally:
         process.kill()
@@ -161,7 +157,7 @@ def test_killed_rank_ends_the_run_and_partial_results_are_kept(bed: Bed, tmp_pat
     with _long_run(bed, tmp_path) as process:
         ranks = bed["h01"].find("flagscale.bench.collectives")
         os.kill(ranks[0].pid, signal.SIGKILL)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 1
         assert "rank 1 was ended by SIGKILL" in err
         assert "algbw(GB/s)" in out
@@ -174,11 +170,11 @@ def test_killed_rank_ends_the_run_and_partial_results_are_kept(bed: Bed, tmp_pat
 def test_lost_host_exits_with_3_and_no_process_remains(bed: Bed, tmp_path: Path) -> None:
     with _long_run(bed, tmp_path) as process:
         bed["h01"].kill()
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 3
         assert "error: lost during the measurement:\nh01: " in err
         # A process whose connection was closed needs time of a busy machine to end.
-        wait_for(lambda: bed["h00"].find("flagscale.bench") == [], 10)
+        wait_for(lambda: bed["h00"].find("flagscale.bench") == [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
@@ -187,10 +183,10 @@ def test_no_process_or_file_remains_on_hosts(
 ) -> None:
     with _long_run(bed, tmp_path) as process:
         process.send_signal(number)
-        process.wait(timeout=90)
+        process.wait(timeout=PATIENCE_SECONDS)
         expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
         assert process.returncode == expected
-        wait_until(lambda: not find_ranks(bed), "no rank remains")
-        wait_until(
+        wait_for(lambda: not find_ranks(bed), "no rank remains")
+        wait_for(
             lambda: not any(list_scratch_directories(host) for host in bed.hosts), "no file remains"
         )

@@ -8,13 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.needs import require_program
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
@@ -236,12 +235,10 @@ def test_dead_or_stuck_rank_is_named(tmp_path: Path, number: signal.Signals, mes
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 60
-    while not result.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(result.exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert message in err
     assert f"process {children[1]}" in err
@@ -263,12 +260,12 @@ def test_terminated_run_ends_its_ranks(tmp_path: Path, number: signal.Signals) -
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
     )
-    wait_until(result.exists)
+    wait_for(result.exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(number)
     expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
-    assert process.wait(timeout=90) == expected
-    wait_until(lambda: not any(is_running(child) for child in children))
+    assert process.wait(timeout=PATIENCE_SECONDS) == expected
+    wait_for(lambda: not any(is_running(child) for child in children))
     assert list(scratch.glob("flagscale-bench-*")) == []
 
 
@@ -278,10 +275,3 @@ def is_running(pid: str) -> bool:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bed.slurm import Slurm
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
@@ -96,10 +96,8 @@ def test_interrupted_run_cancels_its_allocation(slurm: Slurm, tmp_path: Path) ->
         stderr=subprocess.DEVNULL,
         env=slurm.environment(OMP_NUM_THREADS="1"),
     )
-    deadline = time.monotonic() + 60
-    while not result.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_for(result.exists)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=90) == 128 + signal.SIGTERM
+    assert process.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGTERM
     slurm.wait_until_no_jobs()
     assert not [p for host in slurm.bed.hosts for p in host.find("flagscale.bench")]

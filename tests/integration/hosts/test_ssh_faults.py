@@ -18,10 +18,10 @@ import pytest
 from bed.host import Host, HostProcess
 from bed.lab import Bed
 from support.ssh_hosts import connect, fan_out
+from support.waiting import wait_for
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e
-from flagscale.hosts.processes import wait_until
 from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.dial import DialOptions
 from flagscale.hosts.ssh.ssh_config import SshConfig
@@ -79,10 +79,7 @@ def serve_http(host: Host) -> None:
         "import socket as s; l=s.create_server(('', 22)); c=l.accept()[0]; c.send(b'HTTP\\n'*200)"
     )
     subprocess.Popen(["nsenter", "-t", str(host.pid), "-a", "python3", "-c", server])
-    deadline = time.monotonic() + 20
-    while "LISTEN" not in host.run(["ss", "-ltn", "sport = :22"]).stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: "LISTEN" in host.run(["ss", "-ltn", "sport = :22"]).stdout)
 
 
 @pytest.mark.bed(hosts=CONNECT_FAULTS, users=["trainer"])
@@ -198,7 +195,7 @@ def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -
     # Without a terminal a command outlives its connection, so these are still running.
     for name in ("session-killed", "listener-gone"):
         # The command may not have started yet.
-        assert wait_until(lambda host=bed[name]: len(find_sleepers(host)) == 1, 20)
+        wait_for(lambda host=bed[name]: len(find_sleepers(host)) == 1)
 
 
 @pytest.mark.bed(hosts=1)

@@ -20,8 +20,8 @@ from bed.host import Host
 from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
 from paramiko.common import MSG_CHANNEL_DATA
-from support.launch_lab import wait_for
 from support.ssh_hosts import connect, fan_out
+from support.waiting import wait_for
 
 from flagscale.hosts import errors as e
 from flagscale.hosts.ssh.dial import Dialer, DialOptions

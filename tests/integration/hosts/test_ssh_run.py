@@ -12,8 +12,8 @@ import signal
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import wait_for
 from support.ssh_hosts import connect
+from support.waiting import wait_for
 
 from flagscale.hosts import errors as e
 from flagscale.hosts.ssh.connection import SshConnection

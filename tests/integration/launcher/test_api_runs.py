@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch_lab import PROJECT, Lab, wait_for
+from support.launch_lab import PROJECT, Lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 import flagscale
 from flagscale.errors import ConfigError, FlagscaleError, JobError, RunStateError
@@ -66,7 +67,7 @@ def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
     page = run.report(lab.root / "page.html", same_run).read_text(encoding="utf-8")
     assert run.id in page
     run.stop()
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE_SECONDS)
     assert "localhost:0: seed 9" in lines
     assert lab.run_processes() == []
     assert (run.wait().phase.value, same_run.status().phase.value) == ("stopped", "stopped")
@@ -92,7 +93,7 @@ def test_a_mapping_in_a_thread(lab: Lab) -> None:
     runs: list[flagscale.Run] = []
     thread = threading.Thread(target=lambda: runs.append(flagscale.launch(config)))
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE_SECONDS)
     (run,) = runs
     assert run.wait().phase.value == "completed"
     assert flagscale.find(run.id).logs(lines=1) == run.logs(lines=1)

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
-from support.launch_lab import LIGHT_TORCHRUN, Lab, wait_for
+from support.launch_lab import LIGHT_TORCHRUN, Lab
 from support.training_lab import LLAMA, PROGRAM
+from support.waiting import wait_for
 
 from flagscale.hosts import processes
 from flagscale.launcher.layout import STATUS_DIRECTORY, Layout
@@ -226,7 +227,7 @@ def test_kills_at_any_moment_leave_no_trial_and_lose_none(tuning_lab: Lab) -> No
                 os.kill(pid, signal.SIGKILL)
         shell.wait()
         shell.stdout.close()
-        wait_for(lambda: not live_trials(tuning_lab), 30)
+        wait_for(lambda: not live_trials(tuning_lab))
         ended = sum(trial["state"] == "measured" for trial in trials_of(tuning_lab))
         assert ended >= finished
         finished = ended
@@ -251,7 +252,7 @@ def test_interrupted_search_ends_its_trial(tuning_lab: Lab) -> None:
 
 def test_failure_of_all_trials_is_reported_once(tuning_lab: Lab) -> None:
     (tuning_lab.root / "broken").touch()
-    result = tuning_lab.run_action("auto_tune", SMALL, timeout=120)
+    result = tuning_lab.run_action("auto_tune", SMALL)
     assert result.returncode == 1
     assert "no such data" in result.stderr
     assert "failed in the same way" in result.stderr

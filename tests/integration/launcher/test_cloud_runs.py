@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from free_port import free_port
-from support.launch_lab import PROJECT, wait_for
+from support.launch_lab import PROJECT
+from support.waiting import wait_for
 
 from flagscale.files import read_json
 

@@ -7,7 +7,8 @@ import signal
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes, wait_for
+from support.launch_lab import Lab, rank_processes
+from support.waiting import wait_for
 
 from flagscale.hosts import processes
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.needs import require_program
+from support.waiting import PATIENCE_SECONDS
 
 PROJECT = Path(__file__).resolve().parents[3]
 KEY = "flagscale run conf/train.yaml experiment.runner.wait_for"
@@ -50,7 +51,7 @@ def type_line(
     output, typed = "", ""
     try:
         os.write(terminal, f"{setup}\necho rea''dy\n".encode())
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while expected not in output.partition("\nready")[2] and time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.5)[0]:
                 output += os.read(terminal, 1 << 16).decode(errors="replace").replace("\r", "\n")

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch_lab import Lab, wait_for
+from support.launch_lab import Lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 from flagscale.hosts.processes import identify_process
@@ -72,7 +73,7 @@ def test_of_several_launchers_one_run_remains_and_is_found(lab: Lab, number: int
     ):
         time.sleep(max(0.0, began + delay - time.monotonic()))
         killed[launcher].send_signal(signal.SIGKILL)
-    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
     # Programs that a killed launcher has sent to the host may still be at work.
     time.sleep(0.5)
     live = live_run_ids(lab)
@@ -88,7 +89,7 @@ def test_of_several_launchers_one_run_remains_and_is_found(lab: Lab, number: int
         assert {state.run_id} == live, outputs
         stopped = lab.run_action("stop")
         assert stopped.returncode == 0, stopped.stderr
-        wait_for(lambda: not live_run_ids(lab), 20)
+        wait_for(lambda: not live_run_ids(lab))
 
 
 def test_a_process_that_a_state_names_without_the_runs_id_is_left_alone(lab: Lab) -> None:

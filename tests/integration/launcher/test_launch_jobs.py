@@ -14,7 +14,8 @@ import time
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes, wait_for
+from support.launch_lab import Lab, rank_processes
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 
@@ -130,9 +131,9 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert lab.run_processes() == []
     assert "stopped in" in stop_result.stdout
     assert "nothing to stop" in lab.run_action("stop").stdout
-    assert "hello from 0" in follower.communicate(timeout=90)[0]
+    assert "hello from 0" in follower.communicate(timeout=PATIENCE_SECONDS)[0]
     assert follower.returncode == 0
-    assert "stopped" in watcher.communicate(timeout=90)[0]
+    assert "stopped" in watcher.communicate(timeout=PATIENCE_SECONDS)[0]
     assert watcher.returncode == 0
     snapshot = query(lab)
     assert (snapshot["state"], snapshot["exit_code"], snapshot["failure"]) == ("stopped", 143, None)
@@ -154,7 +155,7 @@ def test_stop_signals_ranks_but_not_their_helpers(lab: Lab) -> None:
 
 def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
-    result = lab.run_action("run", timeout=120)
+    result = lab.run_action("run")
     assert result.returncode == 1
     assert (
         "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in result.stderr
@@ -169,7 +170,7 @@ def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
 
 def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "1"})
-    result = lab.run_action("run", timeout=120)
+    result = lab.run_action("run")
     assert result.returncode == 1
     assert "localhost: rank 1 ended with exit code 3" in result.stderr
     lab.wait_until_ended()
@@ -244,7 +245,7 @@ def test_interrupt_of_a_start_says_that_the_run_is_stopped(lab: Lab) -> None:
             break
         time.sleep(0.1)
     launcher.send_signal(signal.SIGINT)
-    output, _ = launcher.communicate(timeout=90)
+    output, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 130
     assert "interrupted before it had started: stopping run " in output
     assert "Traceback" not in output
@@ -263,7 +264,7 @@ def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int
         if "silent" in line:
             break
     launcher.send_signal(number)
-    output, errors = launcher.communicate(timeout=90)
+    output, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == code
     texts = f"{output}{errors or ''}"
     assert "Traceback" not in texts
@@ -280,7 +281,7 @@ def test_foreground_distinguishes_a_stop_from_success(lab: Lab) -> None:
     launcher = lab.start("test")
     wait_for(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
     assert lab.run_action("stop").returncode == 0
-    output, _ = launcher.communicate(timeout=90)
+    output, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 143
     assert f"run {lab.state().run_id} was stopped" in output
 
@@ -360,7 +361,7 @@ def test_stop_does_not_end_another_runs_torchrun(lab: Lab) -> None:
         assert processes.identify_process(other_torchrun.pid) is not None
     finally:
         other_torchrun.terminate()
-        other_torchrun.communicate(timeout=90)
+        other_torchrun.communicate(timeout=PATIENCE_SECONDS)
 
 
 def test_a_space_in_every_path(spaced_lab: Lab) -> None:
@@ -384,6 +385,6 @@ def test_launcher_killed_while_waiting(lab: Lab) -> None:
 def test_of_two_launches_at_once_one_is_refused(lab: Lab) -> None:
     lab.configure(REPORTING)
     launchers = [lab.start("run") for _ in range(2)]
-    outputs = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
     assert sorted(launcher.returncode for launcher in launchers) == [0, 1]
     assert any(f"run {lab.state().run_id} of lab is alive" in text for text in outputs)

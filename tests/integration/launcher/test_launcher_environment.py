@@ -14,7 +14,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes, wait_for
+from support.launch_lab import Lab, rank_processes
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 
@@ -71,7 +72,7 @@ def test_an_ignored_hang_up_ends_neither_launcher_nor_agent_nor_ranks(lab: Lab) 
     assert not processes.wait_until(lambda: process.poll() is not None, 1.5)
     assert rank_processes(lab.state()) == ranks != {}
     go.touch()
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=PATIENCE_SECONDS)[0]
     assert process.returncode == 0, output
 
 
@@ -81,7 +82,7 @@ def test_a_hang_up_that_was_not_ignored_ends_the_foreground_run(lab: Lab) -> Non
     wait_for(lambda: lab.layout.state.exists() and "works" in lab.output())
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 128 + signal.SIGHUP
-    lab.wait_until_ended(20)
+    lab.wait_until_ended()
 
 
 # -- output ---------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_output_that_cannot_be_written_does_not_end_the_job(
     configure_command(lab, 'for i in {1..20}; do echo "line $i"; done; sleep 1; echo done')
     result = run_in_shell(lab, redirection, f"action={action}")
     assert result.returncode == 0, result.stderr
-    lab.wait_until_ended(20)
+    lab.wait_until_ended()
     assert "localhost:0: done" in lab.output()
     assert lab.run_action("query").stdout.count("completed") >= 1
     assert "Traceback" not in result.stdout + result.stderr

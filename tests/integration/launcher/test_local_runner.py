@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 from support.arguments import train_arguments
 from support.launch_bench import SLEEPING_PROGRAM, Bench
-from support.launch_lab import script_process, wait_for
+from support.launch_lab import script_process
+from support.waiting import wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.errors import RunStateError

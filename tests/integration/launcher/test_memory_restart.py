@@ -6,8 +6,9 @@ import os
 import signal
 
 import pytest
-from support.launch_lab import Lab, rank_processes, wait_for
+from support.launch_lab import Lab, rank_processes
 from support.training_lab import PROGRAM, read_losses, train_sections
+from support.waiting import wait_for
 
 from flagscale.launcher.layout import status_directory
 
@@ -22,11 +23,11 @@ def test_a_killed_rank_costs_no_more_than_a_step(lab: Lab) -> None:
     lab.configure("", task={"entrypoint": str(PROGRAM)}, runner=runner, train=train)
     result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
-    wait_for(lambda: len(read_losses(lab)) >= 3, 90)
+    wait_for(lambda: len(read_losses(lab)) >= 3)
     os.kill(rank_processes(lab.state())[1].pid, signal.SIGKILL)
-    wait_for(lambda: "from host memory" in lab.output(), 90)
+    wait_for(lambda: "from host memory" in lab.output())
     second = status_directory(1)
-    wait_for(lambda: len(read_losses(lab, second)) >= 2, 90)
+    wait_for(lambda: len(read_losses(lab, second)) >= 2)
     assert lab.run_action("stop").returncode == 0
     last_step, first_step = read_losses(lab)[-1][0], read_losses(lab, second)[0][0]
     # The steps that are not reported yet are those of one logged step, and of one in progress.

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from free_port import free_port
-from support.launch_lab import PROJECT, Lab, wait_for
+from support.launch_lab import PROJECT, Lab
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

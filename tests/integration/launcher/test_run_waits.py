@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.launch_lab import PROJECT, Lab, wait_for
+from support.launch_lab import PROJECT, Lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.start import wait_until_started
@@ -59,7 +60,7 @@ def test_run_that_is_stopped_in_the_meantime_is_no_failure(lab: Lab) -> None:
     launcher = lab.start("run")
     wait_for(lambda: lab.layout.state.exists() and "up" in lab.output())
     assert lab.run_action("stop").returncode == 0
-    output = launcher.communicate(timeout=60)[0]
+    output = launcher.communicate(timeout=PATIENCE_SECONDS)[0]
     assert launcher.returncode == 143, output
     assert output.endswith(
         f"error: run {lab.state().run_id} was stopped before its ranks had started\n"
@@ -97,7 +98,10 @@ def test_wait_for_step_returns_after_the_first_step(lab: Lab) -> None:
     assert "waiting for the first step" in output
     assert launcher.poll() is None
     (lab.root / "go").touch()
-    assert "2 rank(s) joined and are past the first step" in launcher.communicate(timeout=90)[0]
+    assert (
+        "2 rank(s) joined and are past the first step"
+        in launcher.communicate(timeout=PATIENCE_SECONDS)[0]
+    )
     assert launcher.returncode == 0
 
 
@@ -146,7 +150,7 @@ def test_failure_after_joining_is_reported(lab: Lab, tmp_path: Path) -> None:
     config["train"] = TINY | {"system": {**TINY["system"], "logging": {"tensorboard_dir": None}}}
     config["train"]["system"]["checkpoint"] |= {"load": str(missing_path), "save": None}
     conf.write_text(yaml.safe_dump(config), encoding="utf-8")
-    result = lab.run_action("run", timeout=120)
+    result = lab.run_action("run")
     assert result.returncode == 1, result.stdout + result.stderr
     assert "1 rank(s) joined" in result.stderr
     assert "waiting for the model, the data and the checkpoint" in result.stderr

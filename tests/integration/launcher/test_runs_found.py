@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launch_lab import PROJECT, Lab, remove_directory, wait_for
+from support.launch_lab import PROJECT, Lab, remove_directory
 from support.ssh_lab import STEADY_PROGRAM
+from support.waiting import wait_for
 from support.warm_programs import run_command_line
 
 from flagscale.hosts import processes

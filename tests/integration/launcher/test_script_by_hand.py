@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_bench import SLEEPING_PROGRAM, Bench
-from support.launch_lab import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import processes
@@ -68,7 +68,7 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     assert second_start.stdout is not None
     wait_for(lambda: "ready" in second_start.stdout.readline())
     processes.kill_run_processes(state.run_id, 10)
-    second_start.communicate(timeout=90)
+    second_start.communicate(timeout=PATIENCE_SECONDS)
 
 
 def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
@@ -84,7 +84,7 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
         if script.poll() is None:
             assert script.pid == int(planned.hosts[0].pid_file.read_text())
             script.terminate()
-        script.communicate(timeout=90)
+        script.communicate(timeout=PATIENCE_SECONDS)
     assert sorted(script.returncode for script in scripts) == [1] * 7 + [143]
     assert processes.find_run_processes(planned.run_id) == []
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from support.full_disk import fill_disk
-from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.errors import JobError
 from flagscale.launcher.runners.slurm.runner import SlurmRunner
@@ -44,7 +44,7 @@ def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
             (query_launcher, "answer: "),
             (stop_launcher, "may live: Slurm does not answer"),
         ):
-            out, _ = launcher.communicate(timeout=60)
+            out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
             assert (launcher.returncode, message in out) == (3, True), out
         assert len(lab.find_processes()) > 0
     lab.wait_for_state("running")
@@ -93,7 +93,7 @@ def test_jobs_end_on_a_full_disk(lab: SlurmLab) -> None:
 def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
     lab.write_config()
     first, second = (lab.start("run") for _ in range(2))
-    outputs = [launcher.communicate(timeout=60)[0] for launcher in (first, second)]
+    outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in (first, second)]
     codes = [launcher.returncode for launcher in (first, second)]
     assert sorted(codes) in ([0, 1], [0, 2]), outputs
     assert " is alive " in outputs[codes.index(max(codes))]
@@ -105,10 +105,10 @@ def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     lab.write_config(runner={"lost_host_timeout": 1, "stop_grace": 0})
     assert lab.run_action("run").returncode == 0
     lab.cluster.slurm.crash_node("h01")
-    query_record = lab.wait_for_state("failed", 60)
+    query_record = lab.wait_for_state("failed")
     assert query_record["failure"]["host"] == "h01"
     # The job does not keep its nodes, although Slurm considers the lost one healthy.
-    lab.cluster.slurm.wait_until_no_jobs(60)
+    lab.cluster.slurm.wait_until_no_jobs()
     assert lab.find_processes() == []
 
 
@@ -119,9 +119,9 @@ def test_untracked_processes_save_and_end(lab: SlurmLab) -> None:
     lab.wait_for_state("running")
     for daemon in lab.cluster.slurm.bed["h01"].find("slurmstepd"):
         os.kill(daemon.pid, signal.SIGKILL)
-    wait_for(lambda: not lab.find_processes("h01"), 20)
+    wait_for(lambda: not lab.find_processes("h01"))
     assert "saved 1" in lab.state().hosts[1].output.read_text()
-    lab.cluster.slurm.wait_until_no_jobs(60)
+    lab.cluster.slurm.wait_until_no_jobs()
     assert lab.find_processes() == []
 
 
@@ -133,7 +133,7 @@ def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
         query_record = lab.wait_for_state("failed")
         assert query_record["warnings"] == [f"job {lab.job_id} lost a node: h01"]
         assert query_record["failure"]["host"] == "h01"
-        out, _ = launcher.communicate(timeout=60)
+        out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == query_record["exit_code"] > 0, out
     assert "first failure: h01: " in out
     assert lab.find_processes() == []
@@ -146,7 +146,7 @@ def test_no_other_node_is_the_failure_if_the_lost_one_is_back(lab: SlurmLab) -> 
     assert lab.run_action("run").returncode == 0
     assert [host.name for host in lab.state().hosts] == ["h00", "h01"]
     slurm.run("scontrol", "update", "nodename=h01", "state=down", "reason=lost")
-    slurm.wait_until_no_jobs(60)
+    slurm.wait_until_no_jobs()
     # Its daemon registers again.
     wait_for(lambda: "down" not in slurm.run("sinfo", "-h", "-n", "h01", "-o", "%T"))
     query_record = lab.wait_for_state("failed")
@@ -166,7 +166,7 @@ def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:
     with slurm.without_node("h00"):
         lab.wait_for_pending_reason("(BeginTime: ")
         wait_for(lambda: lab.find_processes() == [])
-    lab.wait_for_state("running", 60)
+    lab.wait_for_state("running")
     assert lab.state().run_id == run_id
     # For the ranks it is a later attempt, which continues from their checkpoints.
     ranks = ("h00: rank 0 attempt", "h01: rank 1 attempt")
@@ -198,7 +198,7 @@ def test_ctrl_c_before_sbatch_has_returned(lab: SlurmLab, monkeypatch: pytest.Mo
     launcher = lab.start("test", own_process_group=True)
     wait_for(lab.cluster.slurm.list_jobs)
     os.killpg(launcher.pid, signal.SIGINT)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT, out
     assert "its job was submitted already" in out
     lab.cluster.slurm.wait_until_no_jobs()

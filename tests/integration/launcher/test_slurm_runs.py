@@ -18,8 +18,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 import flagscale
 from flagscale.launcher.host_record import read_host_record
@@ -98,7 +98,7 @@ def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
         assert lab.run_action("run").returncode == 1
         wait_for_line(waiting, "is pending (Resources")
     # The nodes are free again, and the job starts.
-    out, _ = waiting.communicate(timeout=60)
+    out, _ = waiting.communicate(timeout=PATIENCE_SECONDS)
     assert waiting.returncode == 0, out
     assert "2 rank(s) joined" in out
     assert lab.run_action("stop").returncode == 0
@@ -113,7 +113,7 @@ def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
         waiting = lab.start("test")
         wait_for_line(waiting, "is pending")
         waiting.send_signal(signal.SIGINT)
-        assert waiting.wait(timeout=60) == 128 + signal.SIGINT
+        assert waiting.wait(timeout=PATIENCE_SECONDS) == 128 + signal.SIGINT
         assert lab.job_id not in slurm.list_jobs()
 
 
@@ -259,7 +259,7 @@ def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     wait_for_line(launcher, "attempt 0")
     wait_for(lambda: lab.query()["joined"] == 2)
     launcher.send_signal(signal.SIGINT)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 128 + signal.SIGINT
     assert {"h00: saved 0", "h01: saved 1"} <= set(out.splitlines())
     assert lab.find_processes() == []
@@ -406,7 +406,7 @@ def test_preempted_job_saves_and_continues(lab: SlurmLab) -> None:
     lab.wait_for_pending_reason("is pending")
     assert "saved 1" in lab.run_action("logs").stdout
     slurm.run("scancel", preempting_job.strip())
-    lab.wait_for_state("running", 60)
+    lab.wait_for_state("running")
     assert lab.run_action("stop").returncode == 0
 
 
@@ -434,7 +434,7 @@ def test_rendezvous_through_torchrun(lab: SlurmLab) -> None:
     lab.configure(
         ALL_REDUCE_PROGRAM, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}}
     )
-    result = lab.run_action("test", timeout=120)
+    result = lab.run_action("test")
     assert result.returncode == 0, result.stdout + result.stderr
     assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(result.stdout.splitlines())
     assert lab.query()["state"] == "completed"

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from support.health_lab import install_chip
-from support.launch_lab import PROJECT, wait_for
+from support.launch_lab import PROJECT
 from support.slurm_lab import Cluster, SlurmLab, require_cluster, slurm_lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -96,7 +97,7 @@ def wait_for_attempt(lab: SlurmLab, attempt: int, joined: int) -> dict[str, Any]
         ready = (now["state"], now["attempt"], now["joined"]) == ("running", attempt, joined)
         return now if ready else None
 
-    snapshot: dict[str, Any] = wait_for(query, 60)
+    snapshot: dict[str, Any] = wait_for(query)
     return snapshot
 
 
@@ -129,9 +130,9 @@ def test_job_goes_on_without_a_lost_node(lab: SlurmLab, runner: dict[str, Any], 
         assert (rows["h02"]["state"], rows["h02"]["joined"]) == ("running", 1)
         assert "h02: rank 1 of 2 attempt 1" in lab.run_action("logs").stdout.splitlines()
         end_ranks(lab)
-        out, _ = launcher.communicate(timeout=60)
+        out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
         assert launcher.returncode == 0, out
-        slurm.wait_until_no_jobs(60)
+        slurm.wait_until_no_jobs()
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["exit_code"]) == ("completed", 0)
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", job)
@@ -244,7 +245,7 @@ def test_lost_first_node_is_the_failure(lab: SlurmLab) -> None:
         wait_for_attempt(lab, 2, 2)
         with lose_node(lab, "h00"):
             end = f"job {lab.job_id} lost the node that ran its batch script"
-            wait_for(lambda: lab.query()["warnings"] == [end], 60)
+            wait_for(lambda: lab.query()["warnings"] == [end])
             snapshot = lab.query()
             assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h00")
             lab.cluster.slurm.wait_until_no_jobs()

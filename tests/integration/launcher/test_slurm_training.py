@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.launch_lab import wait_for
 from support.slurm_lab import Cluster, slurm_lab
 from support.training_lab import PROGRAM, read_losses, train_sections
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
@@ -22,9 +22,9 @@ def test_requeued_training_continues(slurm_cluster: Cluster) -> None:
         )
         lab.configure("", runner=runner, task=task, train=train)
         lab.submit()
-        wait_for(lambda: len(read_losses(lab)) >= 3, 90)
+        wait_for(lambda: len(read_losses(lab)) >= 3)
         lab.cluster.slurm.run("scontrol", "requeue", lab.job_id)
-        wait_for(lambda: (finished_steps := read_losses(lab)) and finished_steps[0][0] > 1, 120)
+        wait_for(lambda: (finished_steps := read_losses(lab)) and finished_steps[0][0] > 1)
         assert lab.run_action("stop").returncode == 0
         steps = [
             step for step, *_ in (*read_losses(lab, "status-before-1-status"), *read_losses(lab))

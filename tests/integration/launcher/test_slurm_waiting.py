@@ -15,8 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from support.launch_lab import wait_for
 from support.slurm_lab import OUTER_JOB_VARIABLES, Cluster, SlurmLab, require_cluster, slurm_lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -129,7 +129,7 @@ def test_late_component_of_a_heterogeneous_job(lab: SlurmLab, gate: Path) -> Non
         assert lab.query()["state"] == "starting"
     finally:
         gate.unlink()
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 0, out
     assert "2 rank(s) joined" in out
     query_record = lab.query()
@@ -173,7 +173,7 @@ def test_200_seconds_in_the_queue(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
             launcher = lab.start("run")
         wait_for(lambda: len(times()) > 1 and times()[-1] - times()[0] >= 200)
         launcher.send_signal(signal.SIGINT)
-        out, _ = launcher.communicate(timeout=60)
+        out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
         assert launcher.returncode == 128 + signal.SIGINT, out
         assert "is pending (Resources" in out
         assert lab.job_id not in lab.cluster.slurm.list_jobs()

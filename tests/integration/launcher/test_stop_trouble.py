@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.full_disk import fill_disk, small_disk
-from support.launch_lab import Lab, rank_processes, wait_for
+from support.launch_lab import Lab, rank_processes
+from support.waiting import wait_for
 
 from flagscale.hosts import processes
 

@@ -8,7 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, wait_for
+from support.launch_lab import Lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.state import load_state
 from flagscale.launcher.sweep_runs import find_sweep
@@ -102,7 +103,7 @@ def test_signal_ends_the_started_runs(sweep_lab: Lab, number: int) -> None:
     states = [sweep_lab.exp_dir / f"seed={n}" / "logs" / "state.json" for n in (101, 102)]
     wait_for(lambda: all(path.exists() for path in states))
     launcher.send_signal(number)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 128 + number, out
     assert out.count(" stopped ") == 2
     assert " not started " in out
@@ -125,7 +126,7 @@ def test_slow_runs_are_stopped_in_parallel(sweep_lab: Lab) -> None:
     launcher.send_signal(signal.SIGINT)
     time.sleep(1)
     launcher.send_signal(signal.SIGINT)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 130, out
     (line,) = (line for line in out.splitlines() if "these may live on: " in line)
     ids = {run["run_id"] for run in run_sweep(sweep_lab, "query", seeds)[1]}
@@ -144,5 +145,5 @@ def test_sweep_is_stopped_by_its_own_overrides(sweep_lab: Lab) -> None:
     )
     code, stop_output, _ = run_sweep(sweep_lab, "stop", seeds)
     assert (code, [run["state"] for run in stop_output]) == (0, ["stopped", "stopped"])
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 143, out

@@ -13,6 +13,7 @@ import pytest
 from support.browser import Browser, open_browser
 from support.launch_lab import PROJECT, Lab
 from support.report_lab import START_TIME, progress_events, store_run
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.bench.collectives.curves import Curve, Point
 from flagscale.bench.collectives.records import ResultRow
@@ -101,7 +102,7 @@ def test_restarted_and_failed_run(lab: Lab, browser: Browser) -> None:
     page = lab.root / "page.html"
     command = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "-o", page]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    subprocess.run(command, cwd=lab.root, env=environment, check=True, timeout=60)
+    subprocess.run(command, cwd=lab.root, env=environment, check=True, timeout=PATIENCE_SECONDS)
 
     for width, dark in ((1200, False), (390, True)):
         browser.open(page, width=width, dark=dark)

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 from bed.host import Host
 from free_port import free_port
-from support.launch_lab import wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, find_bystanders, start_bystanders
+from support.waiting import wait_for
 
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 
 pytestmark = pytest.mark.integration
 
 # Silence that counts as a loss, the end of the job, and room for a busy machine.
-ENOUGH_SECONDS = 30.0
 
 
 # For tests in which a host is lost; in the other tests a short pause must not count as a loss.
@@ -57,16 +56,14 @@ def read_exit_record(lab: SshLab, host: str) -> dict[str, Any]:
     run_dir = next(h.run_dir for h in lab.state().hosts if h.name == host)
     return dict(
         json.loads(
-            wait_for(
-                lambda: (run_dir / EXIT_FILE).exists() and run_dir / EXIT_FILE, ENOUGH_SECONDS
-            ).read_text()
+            wait_for(lambda: (run_dir / EXIT_FILE).exists() and run_dir / EXIT_FILE).read_text()
         )
     )
 
 
 def wait_until_clean(lab: SshLab, others: dict[str, list[int]]) -> None:
     """Wait until the run has left no process on any host; check that bystanders are alive."""
-    wait_for(lambda: not lab.remaining_processes(), ENOUGH_SECONDS)
+    wait_for(lambda: not lab.remaining_processes())
     assert find_bystanders(lab.bed) == others
 
 
@@ -96,8 +93,8 @@ def test_link_restored_in_time(lab: SshLab) -> None:
     host.drop_packets(f"tcp sport {port['liveness_port']}")
     summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
     # Longer than the heartbeat interval. The file is written when the summary changes.
-    with pytest.raises(pytest.fail.Exception):
-        wait_for(lambda: summary.exists() and "lost" in summary.read_text(), 4)
+    with pytest.raises(TimeoutError):
+        wait_for(lambda: summary.exists() and "lost" in summary.read_text(), seconds=4)
     host.heal()
     assert lab.query()["state"] == "running"
     assert lab.run_action("stop").returncode == 0

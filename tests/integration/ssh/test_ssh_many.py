@@ -7,8 +7,8 @@ which are namespaces of this machine, each with a real sshd.
 from __future__ import annotations
 
 import pytest
-from support.launch_lab import wait_for
 from support.ssh_lab import SshLab
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -25,7 +25,7 @@ def test_sixty_four_hosts(lab: SshLab) -> None:
     victim = lab.bed["h17"]
     for process in lab.run_processes(victim):
         victim.run(["kill", "-KILL", str(process.inner_pid)], check=False)
-    record = wait_for(lambda: (r := lab.query())["state"] not in ("running", "starting") and r, 60)
+    record = wait_for(lambda: (r := lab.query())["state"] not in ("running", "starting") and r)
     assert "h17" in str(record)
     stop_result = lab.run_action("stop")
     assert stop_result.returncode == 0, stop_result.stderr

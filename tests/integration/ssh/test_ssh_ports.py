@@ -9,8 +9,8 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-from support.launch_lab import wait_for
 from support.ssh_lab import SshLab
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +47,7 @@ def test_blocked_port_is_reported_when_a_host_does_not_join(lab: SshLab) -> None
     lab.configure(WAITING, runner=waits)
     lab.bed["h00"].drop_packets("tcp dport 23457")
     assert lab.run_action("run").returncode == 0
-    record = wait_for(lambda: (r := lab.query())["state"] == "failed" and r, 60)
+    record = wait_for(lambda: (r := lab.query())["state"] == "failed" and r)
     assert "port 23457 of the first host (experiment.runner.liveness_port)" in str(record)
     wait_for(lambda: not lab.remaining_processes())
 

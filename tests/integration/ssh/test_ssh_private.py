@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import PROJECT, wait_for
+from support.launch_lab import PROJECT
 from support.ssh_lab import SshLab, ssh_lab
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.layout import HOST_RECORD_FILE
 
@@ -109,7 +110,7 @@ def test_hosts_filter_their_output(lab: SshLab) -> None:
     following = lab.start("logs", "follow=true", "level=error", "grep=bad luck")
     for host in lab.bed.hosts:
         host.run(["touch", str(lab.root / "go")])
-    output, _ = following.communicate(timeout=60)
+    output, _ = following.communicate(timeout=PATIENCE_SECONDS)
     assert output.count("ValueError: bad luck") == 1
     assert all(line.startswith("h01: ") for line in output.splitlines()[:3])
 
@@ -118,7 +119,7 @@ def write_page(lab: SshLab) -> str:
     """Return the report page of the lab's run, as the command writes it."""
     argv = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]
     environment = lab.bed.environment(PYTHONPATH=str(PROJECT))
-    subprocess.run(argv, cwd=lab.root, env=environment, check=True, timeout=60)
+    subprocess.run(argv, cwd=lab.root, env=environment, check=True, timeout=PATIENCE_SECONDS)
     return (lab.root / "page.html").read_text(encoding="utf-8")
 
 
@@ -148,7 +149,7 @@ def test_the_foreground_streams_and_ctrl_c_stops_all(lab: SshLab) -> None:
             streamed.add(line.partition(": ")[0])
     assert streamed == {"h00:0", "h01:1"}
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 130
     assert lab.remaining_processes() == {}
 

@@ -18,6 +18,7 @@ import pytest
 from support.launch_lab import remove_directory
 from support.needs import open_terminal
 from support.ssh_lab import SshLab, find_bystanders, start_bystanders
+from support.waiting import PATIENCE_SECONDS
 from support.warm_programs import run_command_line
 
 pytestmark = pytest.mark.integration
@@ -49,8 +50,8 @@ class Screen:
                 return False
         return True
 
-    def wait_for(self, *texts: str, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_for(self, *texts: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(text in self.shown for text in texts):
             assert time.monotonic() < deadline, self.shown
             if not self._read(0.5):
@@ -61,7 +62,7 @@ class Screen:
         while self._read(0.5) and self._process.poll() is None:
             pass
         os.close(self._master)
-        return self._process.wait(timeout=90)
+        return self._process.wait(timeout=PATIENCE_SECONDS)
 
 
 def test_run_query_logs_stop(lab: SshLab) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from bed.host import Host
 from bed.lab import Bed
 from free_port import free_port
 from support.health_lab import install_chip
-from support.launch_lab import wait_for
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
 from support.training_lab import PROGRAM, read_losses, train_sections
+from support.waiting import wait_for
 
 from flagscale.launcher.host_record import read_host_record
 from flagscale.launcher.layout import LIVENESS_FILE, STATUS_DIRECTORY, status_directory
@@ -36,7 +35,6 @@ SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
 SMALLEST = {**SHRINKING, "nnodes": "1:2"}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
-MAX_SECONDS = 30.0
 
 
 def start(
@@ -83,7 +81,7 @@ def wait_for_step(
 ) -> None:
     """Wait until the rank of a host is past a step of an attempt."""
     status = run_dir(lab, host) / status_directory(attempt)
-    wait_for(lambda: (p := read_progress(status, rank)) is not None and p.step > after, MAX_SECONDS)
+    wait_for(lambda: (p := read_progress(status, rank)) is not None and p.step > after)
 
 
 def start_training(lab: SshLab, **options: Any) -> None:
@@ -114,11 +112,9 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     fail, recover = FAULTS[fault]
     lost, spare = lab.bed["h01"], lab.bed["h02"]
     fail(lab, lost)
-    fault_time = time.monotonic()
     wait_for_step(lab)
-    assert time.monotonic() - fault_time < MAX_SECONDS
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(lost))
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     hosts = {row["host"]: row for row in snapshot["hosts"]}
@@ -129,7 +125,7 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     output = lab.state().hosts[0].output.read_text()
     assert "h02 takes the place of h01" in output
     record = run_dir(lab, "h02") / STATUS_DIRECTORY
-    wait_for(lambda: read_host_record(record)[0] is not None, MAX_SECONDS)
+    wait_for(lambda: read_host_record(record)[0] is not None)
     assert lab.run_processes(spare)
     result = lab.run_action("stop")
     assert result.returncode == 0, result.stderr
@@ -144,7 +140,7 @@ def test_job_goes_on_with_fewer_hosts(lab: SshLab) -> None:
     fail(lab, lost)
     wait_for_step(lab, "h02", rank=1)
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(lost))
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     assert (snapshot["joined"], snapshot["world_size"]) == (2, 2)
@@ -169,9 +165,9 @@ def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path, numb
     sick = lab.bed.hosts[number]
     install_chip(site, {sick.name: {"rate": 100, "fault": "its memory is broken"}})
     kill_rank(lab, lab.bed.hosts[1 - number])
-    wait_for((run_dir(lab, "h02") / status_directory(1)).exists, 60)  # two measurements
+    wait_for((run_dir(lab, "h02") / status_directory(1)).exists)  # two measurements
     wait_for_step(lab, rank=number)
-    wait_for(lambda: not lab.run_processes(sick), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(sick))
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     assert snapshot["earlier"][0]["rank"] == 1 - number
@@ -189,7 +185,7 @@ def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path, numb
 @pytest.mark.slow
 def test_unused_spare_ends_with_the_job(lab: SshLab) -> None:
     start(lab, TOY_STEPS="60")
-    wait_for(lambda: not lab.remaining_processes(), MAX_SECONDS)
+    wait_for(lambda: not lab.remaining_processes())
     snapshot = lab.query()
     assert snapshot["state"] == "completed"
     assert [row["host"] for row in snapshot["hosts"]] == ["h00", "h01", "h02"]
@@ -204,7 +200,7 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
     lab.bed["h01"].cut_power()
     wait_for_step(lab)
     lab.bed["h02"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h00"]), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(lab.bed["h00"]))
     failure = lab.query()["failure"]
     assert failure["host"] == "h02"
     output = lab.state().hosts[0].output.read_text()
@@ -250,7 +246,7 @@ def test_first_host_that_comes_back_keeps_no_process(
     is_replaced = runner is REPLACING
     wait_for_step(lab, "h02" if is_replaced else "h01", rank=0)
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(lost))
     sentence = "has lost the contact to most of the run's hosts: if they are there, they go on"
     assert f"h00: {sentence}" in lab.state().hosts[0].output.read_text()
     snapshot = lab.query()
@@ -275,10 +271,10 @@ def test_job_takes_the_first_host_back(lab: SshLab) -> None:
     lost.set_link("down")
     wait_for_step(lab, "h01", rank=0)
     lost.set_link("up")
-    wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+    wait_for(lambda: not lab.run_processes(lost))
     start_script(lab, lost, 0)
     output = lab.state().hosts[1].output
-    wait_for(lambda: "h00 is back, and joins the job" in output.read_text(), MAX_SECONDS)
+    wait_for(lambda: "h00 is back, and joins the job" in output.read_text())
     kill_rank(lab, lab.bed["h02"])
     wait_for_step(lab, "h00", attempt=2, rank=2)
     snapshot = lab.query()
@@ -330,7 +326,7 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
         FAULTS[fault][1](lab, host)
     last = lab.bed[f"h{FAULTS_IN_A_ROW + 1:02}"]
     training = {"h00", last.name}
-    wait_for(lambda: set(lab.remaining_processes()) == training, MAX_SECONDS)
+    wait_for(lambda: set(lab.remaining_processes()) == training)
     assert lab.query()["state"] == "running"
     lab.run_action("stop")
     assert lab.remaining_processes() == {}
@@ -378,11 +374,9 @@ def test_training_continues_with_the_same_losses(
         )
         result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
-        wait_for(lambda: len(read_losses(lab)) >= 8, 60)
+        wait_for(lambda: len(read_losses(lab)) >= 8)
         bed[lost].cut_power()
-        fault_time = time.monotonic()
-        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
-        seconds = time.monotonic() - fault_time
+        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8)
         before, after = read_losses(lab), read_losses(lab, "status.1")
         output = "".join(host.output.read_text() for host in lab.state().hosts)
         assert lab.run_action("stop").returncode == 3  # the lost host does not answer
@@ -399,7 +393,6 @@ def test_training_continues_with_the_same_losses(
         if row[0] <= len(expected):
             assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)
     assert after[7][0] <= len(expected), "eight steps after the fault were compared"
-    assert seconds < MAX_SECONDS + 10
 
 
 @pytest.mark.slow
@@ -418,7 +411,7 @@ def test_training_continues_without_shared_files(lab: SshLab) -> None:
     assert result.returncode == 0, result.stderr
     wait_for(lambda: (lab.query()["step"] or 0) >= 8)
     lab.bed["h01"].cut_power()
-    wait_for(lambda: (row := lab.query())["attempt"] == 2 and (row["step"] or 0) > 16, 90)
+    wait_for(lambda: (row := lab.query())["attempt"] == 2 and (row["step"] or 0) > 16)
     output = lab.run_action("logs").stdout
     assert "from host memory, 1 of 2 ranks' from another host" in output
     assert lab.run_action("stop").returncode == 3  # h01 does not answer
@@ -443,14 +436,14 @@ def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
         )
         result = lab.run_action("run")
         assert result.returncode == 0, result.stderr
-        wait_for(lambda: len(read_losses(lab)) >= 8, 60)
+        wait_for(lambda: len(read_losses(lab)) >= 8)
         lost = bed["h01"]
         lost.set_link("down")
-        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8, 60)
+        wait_for(lambda: len(read_losses(lab, "status.1")) >= 8)
         lost.set_link("up")
-        wait_for(lambda: not lab.run_processes(lost), MAX_SECONDS)
+        wait_for(lambda: not lab.run_processes(lost))
         start_script(lab, lost, 1)
-        wait_for(lambda: len(read_losses(lab, "status.2")) >= 8, 90)
+        wait_for(lambda: len(read_losses(lab, "status.2")) >= 8)
         assert lab.query()["world_size"] == 2
         attempts = [read_losses(lab, name) for name in ("status", "status.1", "status.2")]
         output = lab.state().hosts[0].output.read_text()

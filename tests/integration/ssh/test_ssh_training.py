@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import wait_for
 from support.ssh_lab import SshLab, ssh_lab
 from support.training_lab import PROGRAM, Step, read_losses, train_sections
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -110,9 +110,9 @@ def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     start_result = lab.run_action("run")
     assert start_result.returncode == 0, start_result.stderr
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
-    wait_for(lambda: len(read_losses(lab)) >= 3, 60)
+    wait_for(lambda: len(read_losses(lab)) >= 3)
     lab.bed["h00"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), 30)
+    wait_for(lambda: not lab.run_processes(lab.bed["h01"]))
     failure = lab.state().hosts[0].exit_record()["failure"]
     assert (failure["host"], failure["rank"]) == ("h00", None)
     assert failure["reason"] == (

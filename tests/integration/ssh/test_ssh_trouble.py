@@ -15,8 +15,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launch_lab import wait_for
 from support.ssh_lab import STEADY_PROGRAM, SshLab, find_bystanders, start_bystanders
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.failures import read_job_record
 
@@ -124,7 +124,7 @@ def test_a_host_that_loses_power(lab: SshLab) -> None:
         config.write("  ConnectTimeout 3\n")
     assert lab.run_action("run").returncode == 0
     lab.bed["h01"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h00"]), 30)
+    wait_for(lambda: not lab.run_processes(lab.bed["h00"]))
     result = lab.run_action("query", "json=true")
     assert result.returncode == 3
     record = json.loads(result.stdout)
@@ -141,13 +141,13 @@ def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     launcher = lab.start("run")
-    wait_for(lambda: lab.exp_dir.joinpath("logs", "state.json").exists(), 60)
-    wait_for(lambda: read_job_record(lab.state().hosts).get("hosts", {}).get("1") == "starting", 60)
+    wait_for(lambda: lab.exp_dir.joinpath("logs", "state.json").exists())
+    wait_for(lambda: read_job_record(lab.state().hosts).get("hosts", {}).get("1") == "starting")
     lab.bed["h01"].set_link("down")
-    output = launcher.communicate(timeout=100)[0]
+    output = launcher.communicate(timeout=PATIENCE_SECONDS)[0]
     assert launcher.returncode == 1
     assert "failed: h01: was lost: no word from its agent for 3 s" in output
-    wait_for(lambda: not lab.remaining_processes(), 30)
+    wait_for(lambda: not lab.remaining_processes())
 
 
 def test_port_in_use_is_reported_with_its_process(lab: SshLab) -> None:

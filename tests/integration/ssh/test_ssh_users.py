@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from bed.host import Host
-from support.launch_lab import PROJECT, wait_for
+from support.launch_lab import PROJECT
 from support.ssh_lab import SshLab
+from support.waiting import wait_for
 
 from flagscale.train.checkpoint.store import CheckpointStore
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from support.launch_lab import wait_for
 from support.ssh_lab import SshLab, ssh_lab
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from integration.train.test_train_gpt import TrainingProcess
 from support.full_disk import fill_disk, small_disk
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.sinks import delivery
@@ -89,7 +90,7 @@ def test_metrics_wait_until_there_is_space(
 
     def log_until(condition: Callable[[], bool]) -> None:
         nonlocal step
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             step += 1
             reporter.log_scalars(create_metrics(step))

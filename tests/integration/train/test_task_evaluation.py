@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.chat_files import write_tokenizer
 from support.eval_tasks import write_tasks
+from support.waiting import PATIENCE_SECONDS
 from support.warm_programs import ROOT, start_warm_program
 
 from flagscale.status import STATUS_DIR_VARIABLE, list_status_files, read_events
@@ -40,7 +41,7 @@ def run_program(directory: Path, program: Path, words: Sequence[str], ranks: int
     process = start_warm_program(
         program, words, ranks=ranks, environment=environment, cwd=directory
     )
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     return output
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from support.waiting import PATIENCE_SECONDS
 from support.warm_programs import WarmProgram, start_warm_program
 
 from flagscale.launcher.liveness.diagnosis import HostFiles, TorchrunExit, diagnose_host
@@ -106,7 +107,7 @@ class TrainingProcess:
 
     def wait(self) -> int:
         """Wait for the end, read the output, and return the exit code."""
-        self.output, self.errors = self.process.communicate(timeout=120)
+        self.output, self.errors = self.process.communicate(timeout=PATIENCE_SECONDS)
         return self.process.returncode
 
     def events(self, event_type: str, rank: int | None = None) -> list[Event]:

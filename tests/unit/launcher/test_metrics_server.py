@@ -16,6 +16,7 @@ import yaml
 from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from support.launch_lab import PROJECT
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.accelerators.base import Accelerator
 from flagscale.accelerators.counters import DeviceCounters
@@ -145,7 +146,7 @@ def _get(port: int, path: str = "/metrics") -> str:
 
 
 def _get_eventually(port: int) -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
             return _get(port)

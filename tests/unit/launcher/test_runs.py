@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.arguments import train_arguments
-from support.launch_lab import wait_for
+from support.waiting import wait_for
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, RunStateError, UnreachableError

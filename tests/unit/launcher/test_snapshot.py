@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.launch_lab import wait_for
+from support.waiting import wait_for
 
 from flagscale.files import to_plain
 from flagscale.hosts import processes

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.report_lab import StoredRun, progress_events, store_run
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.cli import main
 from flagscale.launcher.runs import RunEntry
@@ -128,5 +129,5 @@ def test_output_may_be_a_pipe(runs: list[StoredRun], report: Report) -> None:
     with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as cat:
         code, _, stderr = report("19710101", "-o", "pipe")
         assert code == 0, stderr
-        assert IDS[0] in cat.communicate(timeout=30)[0]
+        assert IDS[0] in cat.communicate(timeout=PATIENCE_SECONDS)[0]
     assert Path("pipe").is_fifo()

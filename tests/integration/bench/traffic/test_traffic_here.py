@@ -22,6 +22,7 @@ from bed.namespaces import fresh_network
 from bed.plugin import require_bed
 from bed.users import User
 from support.needs import open_terminal
+from support.waiting import wait_for
 
 from flagscale.bench.traffic.messages import WorkerSettings
 from flagscale.bench.traffic.session import play
@@ -93,7 +94,7 @@ def test_pattern_changes_and_pauses_take_effect() -> None:
         traffic.change(Pattern(1e8, 1e3, 1 << 20))
         traffic.resume()
         traffic.change(PATTERN)
-        wait_until(lambda: traffic.rates()[0].received > 1 << 19)
+        wait_for(lambda: traffic.rates()[0].received > 1 << 19)
         with pytest.raises(ConfigError, match="less than the path's rate"):
             traffic.change(Pattern(1e8, 1e9, 16384.0))
 
@@ -141,7 +142,7 @@ def test_traffic_runs_between_namespaces() -> None:
         )
         environment = Environment(hosts, (Flow(0, 1), Flow(1, 0)), PATTERN)
         with play(environment, seconds=TIMEOUT_SECONDS) as traffic:
-            wait_until(lambda: all(rate.received > 1 << 18 for rate in traffic.rates()))
+            wait_for(lambda: all(rate.received > 1 << 18 for rate in traffic.rates()))
         error = User().call(enter_namespace)
         hint = "entering one takes root's rights"
         assert error["message"].startswith("left: its network cannot be entered: ")
@@ -161,13 +162,6 @@ def test_missing_namespace_is_reported() -> None:
         NetnsConnectionFactory({}).open(Endpoint("no-such", "netns"))
     assert "no-such: no network namespace of that name" in caught.value.message
     assert caught.value.hint == "ip netns add no-such, as root"
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_live_table_on_a_terminal() -> None:

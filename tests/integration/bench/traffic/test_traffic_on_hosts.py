@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from bed.host import Host
 from bed.lab import Bed
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.bench.traffic import handshake
 from flagscale.bench.traffic.environment import read_environment
@@ -56,16 +57,8 @@ def find_workers(bed: Bed) -> list[tuple[str, ...]]:
     return [worker.argv for host in bed.hosts for worker in host.find("flagscale.bench.traffic")]
 
 
-def wait_until(condition: Callable[[], bool], description: str, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {seconds:g} s: {description}")
-        time.sleep(0.05)
-
-
 def wait_for_flows(traffic: Traffic, min_bytes: int) -> None:
-    wait_until(
+    wait_for(
         lambda: all(rate.received >= min_bytes for rate in traffic.rates()), "bytes from every flow"
     )
 
@@ -95,7 +88,7 @@ def test_flows_reach_their_targets_at_the_requested_load(bed: Bed, transport: st
         assert received[1] < 1.15 * (0.1 * RATE / 8 * (seconds + 1.0) + 20 * 16384) + 60_000
         # The ends report at different times, and a busy machine may drop datagrams.
         min_received_share = 0.9 if transport == "tcp" else 0.5
-        wait_until(
+        wait_for(
             lambda: min_received_share * _sent(traffic) <= _received(traffic) <= _sent(traffic),
             "equal byte counts",
         )
@@ -178,10 +171,10 @@ def test_workers_end_with_the_command(bed: Bed, number: signal.Signals) -> None:
     arguments = ["--hosts", *bed.names, "--rate", "100mbit", "--seconds", "600", "--probe", "none"]
     with bench_traffic(bed, *arguments) as process:
         before = count_received_bytes(bed[1])
-        wait_until(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
+        wait_for(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
         os.kill(process.pid, number)
         process.wait(30)
-        wait_until(lambda: find_workers(bed) == [], "no process remains", 10)
+        wait_for(lambda: find_workers(bed) == [], "no process remains")
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     assert [list(host.local_path("/tmp").glob("*flagscale*")) for host in bed.hosts] == [[], []]
 
@@ -190,7 +183,7 @@ def test_workers_end_with_the_command(bed: Bed, number: signal.Signals) -> None:
 def test_lost_host_ends_the_command_with_an_error(bed: Bed) -> None:
     with bench_traffic(bed, "--hosts", *bed.names, "--rate", "1gbit", "--probe", "none") as process:
         before = count_received_bytes(bed[1])
-        wait_until(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
+        wait_for(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
         # SSH starts each worker with a shell, which is not a worker itself.
         workers = [
             process_info
@@ -198,10 +191,10 @@ def test_lost_host_ends_the_command_with_an_error(bed: Bed) -> None:
             if process_info.argv[0] == sys.executable
         ]
         os.kill(workers[0].pid, signal.SIGKILL)
-        _, error_output = process.communicate(timeout=30)
+        _, error_output = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == UnreachableError.exit_code
         assert error_output.startswith("error: h0")
-        wait_until(lambda: find_workers(bed) == [], "no process remains", 10)
+        wait_for(lambda: find_workers(bed) == [], "no process remains")
 
 
 @pytest.mark.bed(hosts=2)
@@ -215,7 +208,7 @@ def test_short_calibration_and_replay(bed: Bed, tmp_path: Path) -> None:
     with bench_traffic(
         bed, *arguments, "--environment", environment_file, "--json", record_file
     ) as process:
-        out, error_output = process.communicate(timeout=60)
+        out, error_output = process.communicate(timeout=PATIENCE_SECONDS)
     record = json.loads(record_file.read_text(encoding="utf-8"))
     reached = record["calibration"]["reached"]
     assert process.returncode == (0 if reached else 1), error_output
@@ -231,5 +224,5 @@ def test_short_calibration_and_replay(bed: Bed, tmp_path: Path) -> None:
     with bench_traffic(
         bed, "--replay", environment_file, "--seconds", "0.5", "--probe", "none"
     ) as process:
-        _, error_output = process.communicate(timeout=60)
+        _, error_output = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, error_output) == (0, "")

@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).resolve().parents[4]
 COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "training", "--models", "vgg19")
@@ -120,18 +120,14 @@ def test_output_files_contain_the_measurements(run: tuple[str, Path]) -> None:
 
 def wait_for_workers(process: subprocess.Popen[Any], module: str) -> list[psutil.Process]:
     """Wait until ``process`` has two descendants that run ``module``, and return them."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+
+    def find_workers() -> list[psutil.Process]:
         descendants = psutil.Process(process.pid).children(recursive=True)
-        workers = [
-            descendant
-            for descendant in descendants
-            if any(module in argument for argument in descendant.cmdline())
-        ]
-        if len(workers) == 2:
-            return workers
-        time.sleep(0.1)
-    raise TimeoutError(module)
+        workers = [p for p in descendants if any(module in word for word in p.cmdline())]
+        return workers if len(workers) == 2 else []
+
+    workers: list[psutil.Process] = wait_for(find_workers, module)
+    return workers
 
 
 def test_killed_worker_ends_the_run_with_an_error(tmp_path: Path) -> None:
@@ -145,7 +141,7 @@ def test_killed_worker_ends_the_run_with_an_error(tmp_path: Path) -> None:
     )
     workers = wait_for_workers(process, "flagscale.bench.training.worker")
     workers[0].send_signal(signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     assert "its process failed: SIGKILL" in err
     assert "error: training VGG-19/8, without traffic, failed" in err

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.launch_lab import PROJECT, Lab, wait_for
+from support.launch_lab import PROJECT, Lab
+from support.waiting import wait_for
 
 from flagscale.flight_records import RAW_PREFIX, flight_directory
 from flagscale.launcher.failures import read_job_record
@@ -75,7 +76,7 @@ def expect_explanation(lab: Lab, kind: str, backend: str) -> None:
     sentence = FAILURES.get((backend, kind)) or rf"flagscale: rank 2 \(localhost\) {KINDS[kind]}"
     expected = re.compile(sentence)
     try:
-        wait_for(lambda: expected.search(lab.output()), 90)
+        wait_for(lambda: expected.search(lab.output()))
     except AssertionError:
         raise AssertionError(f"{expected.pattern}\n{lab.output()}") from None
 
@@ -108,6 +109,6 @@ def test_kinds_of_hangs(lab: Lab, kind: str, backend: str) -> None:
 def test_slow_run_is_no_hang(lab: Lab, backend: str) -> None:
     """Each of its collectives waits for 1.5 seconds."""
     start_program(lab, "slow", backend, hang_detection_timeout=6)
-    lab.wait_until_ended(120)
+    lab.wait_until_ended()
     assert "rank 2" not in lab.output()
     assert read_job_record(lab.state().hosts)["failure"] is None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.messages import (
@@ -57,7 +58,7 @@ class Link:
             self.orders += client.poll(ready, now)
 
     def poll_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
             assert time.monotonic() < deadline
             self.poll(time.monotonic())

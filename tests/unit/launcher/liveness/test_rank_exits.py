@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.launch_lab import wait_for
+from support.waiting import wait_for
 
 from flagscale.hosts import processes
 from flagscale.launcher.layout import HostFiles

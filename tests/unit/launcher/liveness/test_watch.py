@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.launch_lab import wait_for
+from support.waiting import wait_for
 
 from flagscale.hosts import kernel, processes
 from flagscale.launcher.layout import HostFiles, latest_status_directory, status_directory

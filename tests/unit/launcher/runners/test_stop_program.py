@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.launch_lab import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
@@ -52,7 +52,9 @@ def start(state: RunState) -> Iterator[Start]:
 
 
 def run(text: str) -> ProgramOutput:
-    result = subprocess.run(["bash", "-c", text], capture_output=True, check=True, timeout=60)
+    result = subprocess.run(
+        ["bash", "-c", text], capture_output=True, check=True, timeout=PATIENCE_SECONDS
+    )
     assert result.stderr == b""
     return parse_output(result.stdout)
 

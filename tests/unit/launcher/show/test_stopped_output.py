@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.launcher.show.stopped_output import without_torchrun_report
 
@@ -111,7 +112,7 @@ def test_report_of_a_real_torchrun_is_left_out(tmp_path: Path) -> None:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert "Traceback" in errors
     rest = list(without_torchrun_report(label(errors)))
     assert not any("Traceback" in line or "torch" in line for line in rest)
