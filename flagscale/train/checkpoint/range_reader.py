@@ -1,7 +1,8 @@
 """Loading of a checkpoint's tensors by ranges, from a disk or from object storage.
 
 Each rank reads the byte ranges of the chunks that overlap its shards. Several threads read and
-verify checksums while another one copies what was read to the tensors of the run.
+verify checksums. The bytes of a tensor in host memory that a chunk fills are read to where they
+belong; others are copied there by another thread meanwhile.
 
 Of a checkpoint in object storage, the small files are copied to a temporary directory, which then
 stands for the checkpoint. If the staging directory of the host has a copy of its tensors from the
@@ -16,10 +17,11 @@ import tempfile
 import threading
 import zipfile
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,17 +49,22 @@ from flagscale.object_storage import (
     StorageAddress,
     join_ranges,
 )
-from flagscale.train.checkpoint.tensor_archive import open_tensor
+from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes
+from flagscale.train.checkpoint.tensor_archive import find_data, open_tensor
 from flagscale.train.checkpoint.uploads import find_staged_copy
 
 AnyCheckpoint = LatestCheckpoint[Path] | LatestCheckpoint[StorageAddress]
 _MAX_GAP_BYTES = 1 << 20
 """Bytes between two chunks that are read together, which takes less time than another request."""
 _DAMAGE_HINT = "remove this checkpoint to continue from the previous one"
-
-
 _DISK_READERS = 4
 """Threads that read from a disk and verify checksums."""
+_MAX_PIECES = 1024
+"""Pieces of memory that one system call fills (IOV_MAX)."""
+_MIN_DIRECT_BYTES = 64 << 10
+"""Size of tensors from which on their bytes are read to where they belong."""
+_MAX_ENVELOPE_BYTES = 16 << 10
+"""Bytes of an archive besides those of its tensor, at most."""
 
 
 class CheckpointFiles(Protocol):
@@ -68,8 +75,10 @@ class CheckpointFiles(Protocol):
         """Number of threads that read at the same time."""
         ...
 
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes of a file from ``begin`` on; any thread may call it.
+    def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers, one after the other, with the bytes of a file from ``begin`` on.
+
+        Any thread may call it.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -85,21 +94,23 @@ class DiskFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer; see :class:`CheckpointFiles`."""
+    def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers; see :class:`CheckpointFiles`."""
         if Path(name).name != name:
             raise CheckpointError(f"{self._directory}: {name!r} is not a file next to its metadata")
-        path, size = self._directory / name, len(buffer)
+        path, memory = self._directory / name, ScatteredBytes(buffers)
+        filled, size = 0, len(memory)
         with path.open("rb", buffering=0) as file:
-            while buffer:
-                count = os.preadv(file.fileno(), [buffer], begin)
+            while filled < size:
+                pieces = memory.pieces(filled, size)[:_MAX_PIECES]
+                count = os.preadv(file.fileno(), pieces, begin + filled)
                 if not count:
                     raise CheckpointError(
                         f"{path} is not as it was written: it ends before {size} bytes that belong "
                         "to a tensor",
                         hint=_DAMAGE_HINT,
                     )
-                begin, buffer = begin + count, buffer[count:]
+                filled += count
 
 
 class StoredFiles:
@@ -138,9 +149,11 @@ class StoredFiles:
             compare_digest(name, hash_content(content), self._manifest.digests[name])
             (directory / name).write_bytes(content)
 
-    def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-        """Fill a buffer; see :class:`CheckpointFiles`."""
-        buffer[:] = self.read(name, begin, begin + len(buffer))
+    def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers; see :class:`CheckpointFiles`."""
+        content = memoryview(self.read(name, begin, begin + sum(map(len, buffers))))
+        for buffer in buffers:
+            buffer[:], content = content[: len(buffer)], content[len(buffer) :]
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Read a range of a file; any thread may call it.
@@ -233,6 +246,22 @@ class _Chunk:
         """True for an object, False for a tensor."""
         return bool(self.items[0].type == LoadItemType.BYTE_IO)
 
+    def find_target(self, planner: LoadPlanner) -> memoryview | None:
+        """Return the memory of the tensor that the chunk fills; None if it cannot be read there."""
+        if self.is_object or len(self.items) > 1:
+            return None
+        target = planner.resolve_tensor(self.items[0]).detach()
+        envelope_bytes = self.end - self.begin - target.numel() * target.element_size()
+        if (
+            target.device.type != "cpu"
+            or not target.is_contiguous()
+            or target.numel() * target.element_size() < _MIN_DIRECT_BYTES
+            or not 0 < envelope_bytes <= _MAX_ENVELOPE_BYTES
+        ):
+            return None
+        array: Any = target.view(-1).view(torch.uint8).numpy()
+        return memoryview(array)
+
 
 @dataclass(frozen=True)
 class _Span:
@@ -276,26 +305,24 @@ class _SpanReading:
     def __init__(
         self,
         span: _Span,
-        buffer: torch.Tensor,
+        memory: ScatteredBytes,
         files: CheckpointFiles,
         pool: ThreadPoolExecutor,
-        *,
-        verify: bool,
+        open_chunk: Callable[[_Chunk, ScatteredBytes], Any],
     ) -> None:
-        self.span, self.buffer = span, buffer
-        array: Any = buffer.numpy()
-        self._content = memoryview(array)[: span.size]
-        self._files, self._verify = files, verify
+        """Start to read a span into ``memory``, and call ``open_chunk`` with each of its chunks."""
+        self.span = span
+        self._memory, self._files, self._open_chunk = memory, files, open_chunk
         # About equal parts: one of a few bytes would cost another request.
         count = max(round(span.size / PART_BYTES), 1)
         self._part_bytes = -(-span.size // count)
-        begins = range(span.begin, span.end, self._part_bytes)
+        begins = range(0, span.size, self._part_bytes)
         self._lock, self._unread_parts = threading.Lock(), len(begins)
         self._opened: list[Any] = []
         self._parts: list[Future[None]] = [pool.submit(self._read_part, begin) for begin in begins]
 
     def wait(self) -> list[Any]:
-        """Return the tensors of the chunks, or the bytes of objects, in order.
+        """Return what ``open_chunk`` returned, in the order of the chunks.
 
         Raises:
             CheckpointError: they cannot be read, or are not as they were written.
@@ -306,27 +333,17 @@ class _SpanReading:
 
     def _read_part(self, begin: int) -> None:
         """Read a part, and open the chunks if it is the last one."""
-        first = begin - self.span.begin
-        part = self._content[first : first + self._part_bytes]
-        self._files.read_into(self.span.name, begin, part)
+        pieces = self._memory.pieces(begin, begin + self._part_bytes)
+        self._files.read_into(self.span.name, self.span.begin + begin, pieces)
         with self._lock:
             self._unread_parts -= 1
             is_last = not self._unread_parts
         if is_last:
-            self._opened = [self._open(chunk) for chunk in self.span.chunks]
-
-    def _open(self, chunk: _Chunk) -> Any:
-        content = self._content[chunk.begin - self.span.begin : chunk.end - self.span.begin]
-        if chunk.is_object:
-            return content
-        try:
-            return open_tensor(content, verify=self._verify)
-        except zipfile.BadZipFile as error:
-            raise CheckpointError(
-                f"{self.span.name}: {chunk.items[0].storage_index.fqn} is not as it was written: "
-                f"{error}",
-                hint=_DAMAGE_HINT,
-            ) from error
+            first = self.span.begin
+            self._opened = [
+                self._open_chunk(chunk, self._memory.slice(chunk.begin - first, chunk.end - first))
+                for chunk in self.span.chunks
+            ]
 
 
 class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
@@ -339,36 +356,97 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     def __init__(self, directory: Path, files: CheckpointFiles, *, verify: bool) -> None:
         super().__init__(directory)
         self._files, self._verify = files, verify
+        self._data_positions: dict[int, int] = {}
+        """Positions of the bytes of a tensor in its archive, by the number of bytes besides."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read the items of a plan; see the base class."""
-        spans, buffers = list(_plan_spans(self.storage_data, plan)), _Buffers()
+        spans = list(_plan_spans(self.storage_data, plan))
         with ThreadPoolExecutor(
             self._files.reader_count, thread_name_prefix="checkpoint-reader"
         ) as pool:
-            for reading in self._read_ahead(pool, spans, buffers):
+            for reading in self._read_ahead(pool, spans, planner):
                 for chunk, content in zip(reading.span.chunks, reading.wait(), strict=True):
                     _load_items(chunk, content, planner)
-                buffers.give_back(reading.buffer)
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
 
     def _read_ahead(
-        self, pool: ThreadPoolExecutor, spans: list[_Span], buffers: _Buffers
+        self, pool: ThreadPoolExecutor, spans: list[_Span], planner: LoadPlanner
     ) -> Iterator[_SpanReading]:
         """Yield spans in order, and read the following ones meanwhile."""
-        pending: deque[_SpanReading] = deque()
-        remaining = deque(spans)
+        pending: deque[tuple[_SpanReading, torch.Tensor]] = deque()
+        remaining, buffers = deque(spans), _Buffers()
         while pending or remaining:
             while remaining and (
                 len(pending) < 2
-                or sum(reading.span.size for reading in pending) < CONCURRENT_PARTS * PART_BYTES
+                or sum(reading.span.size for reading, _ in pending) < CONCURRENT_PARTS * PART_BYTES
             ):
                 span = remaining.popleft()
-                buffer = buffers.take(span.size)
-                pending.append(_SpanReading(span, buffer, self._files, pool, verify=self._verify))
-            yield pending.popleft()
+                targets = self._find_targets(span, planner)
+                buffer = buffers.take(span.size - sum(map(len, targets.values())))
+                memory = _insert_targets(targets, buffer, span.size)
+                reading = _SpanReading(
+                    span, memory, self._files, pool, partial(self._open, span.name)
+                )
+                pending.append((reading, buffer))
+            reading, buffer = pending.popleft()
+            yield reading
+            buffers.give_back(buffer)
+
+    def _find_targets(self, span: _Span, planner: LoadPlanner) -> dict[int, memoryview]:
+        """Return the memory of tensors to read to, by the first of its bytes in the span.
+
+        An archive tells only after it was read where the bytes of its tensor are in it. They are
+        expected where they were in others with as many bytes besides. If they are elsewhere,
+        :func:`open_tensor` copies them.
+        """
+        targets = {}
+        for chunk in span.chunks:
+            target = chunk.find_target(planner)
+            if target is not None:
+                position = self._data_positions.get(chunk.end - chunk.begin - len(target))
+                if position:
+                    targets[chunk.begin - span.begin + position] = target
+        return targets
+
+    def _open(self, name: str, chunk: _Chunk, content: ScatteredBytes) -> Any:
+        """Return the tensor of a chunk of a file, or the bytes of an object.
+
+        Several threads call it.
+        """
+        if chunk.is_object:
+            return content.join(0, len(content))
+        try:
+            tensor = open_tensor(content, verify=self._verify)
+            envelope_bytes = len(content) - tensor.numel() * tensor.element_size()
+            if envelope_bytes not in self._data_positions:
+                self._data_positions[envelope_bytes] = find_data(content)
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{name}: {chunk.items[0].storage_index.fqn} is not as it was written: {error}",
+                hint=_DAMAGE_HINT,
+            ) from error
+        return tensor
+
+
+def _insert_targets(
+    targets: Mapping[int, memoryview], buffer: torch.Tensor, size: int
+) -> ScatteredBytes:
+    """Return ``size`` bytes of memory that are those of the targets, and others of a buffer.
+
+    Args:
+        targets: memory by the position of its first byte.
+        buffer: memory of all other bytes.
+        size: number of all bytes.
+    """
+    array: Any = buffer.numpy()
+    free, pieces, position = memoryview(array), list[memoryview](), 0
+    for begin, target in sorted(targets.items()):
+        pieces += [free[: begin - position], target]
+        free, position = free[begin - position :], begin + len(target)
+    return ScatteredBytes([*pieces, free[: size - position]])
 
 
 def _load_items(chunk: _Chunk, content: Any, planner: LoadPlanner) -> None:
@@ -383,8 +461,19 @@ def _load_items(chunk: _Chunk, content: Any, planner: LoadPlanner) -> None:
         ):
             part = part.narrow(dimension, begin, length)
         target = planner.resolve_tensor(item).detach()
-        target.copy_(part)
+        _copy(part, target)
         planner.commit_tensor(item, target)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor, which may have been read to the memory of the target."""
+    offset = source.data_ptr() - target.data_ptr()
+    if target.device.type == "cpu" and 0 <= offset < target.numel() * target.element_size():
+        form, target_form = (source.dtype, source.stride()), (target.dtype, target.stride())
+        if not offset and form == target_form:
+            return
+        source = source.clone()
+    target.copy_(source)
 
 
 def _plan_spans(storage_data: Mapping[Any, Any], plan: LoadPlan) -> Iterator[_Span]:

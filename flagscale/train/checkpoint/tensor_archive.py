@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flagscale.train.checkpoint.byte_range_file import ByteRangeFile
+from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes, ScatteredFile
 
 try:
     from isal.isal_zlib import crc32  # takes a seventh of the time
@@ -29,16 +29,19 @@ _descriptions: dict[bytes, Any] = {}
 """Tensors without memory, by the pickled description that an archive contains."""
 
 
-def open_tensor(content: memoryview, *, verify: bool) -> torch.Tensor:
+def open_tensor(content: memoryview | ScatteredBytes, *, verify: bool) -> torch.Tensor:
     """Return the tensor of an archive that ``torch.save`` wrote.
 
     Args:
-        content: the archive, writable. The tensor shares its memory unless its form is unusual.
+        content: the archive, writable. The tensor shares its memory unless its form is unusual, or
+            its bytes are in several pieces of memory.
         verify: compare the checksums of all records.
 
     Raises:
         BadZipFile: a checksum differs, or it is no archive.
     """
+    if isinstance(content, memoryview):
+        content = ScatteredBytes([content])
     records = _list_records(content)
     if verify:
         for record in records:
@@ -62,7 +65,20 @@ def open_tensor(content: memoryview, *, verify: bool) -> torch.Tensor:
     return tensor
 
 
-def _describe(content: memoryview, records: list[zipfile.ZipInfo]) -> Any:
+def find_data(content: memoryview | ScatteredBytes) -> int:
+    """Return the position of the bytes of the tensor in an archive that :func:`open_tensor` takes.
+
+    It is 0 if they are compressed or in several records, as in no archive of today's torch.
+    """
+    if isinstance(content, memoryview):
+        content = ScatteredBytes([content])
+    data = [record for record in _list_records(content) if "/data/" in record.filename]
+    if len(data) != 1 or data[0].compress_type != zipfile.ZIP_STORED:
+        return 0
+    return _find_begin(content, data[0])
+
+
+def _describe(content: ScatteredBytes, records: list[zipfile.ZipInfo]) -> Any:
     """Return the tensor of an archive without memory, or another object if it contains none.
 
     Layers of a model have tensors of the same form, and unpickling takes as long as reading a
@@ -78,49 +94,44 @@ def _describe(content: memoryview, records: list[zipfile.ZipInfo]) -> Any:
     return _descriptions[key]
 
 
-def _unpickle(content: memoryview, device: str) -> Any:
-    file: Any = _Content(content)
+def _unpickle(content: ScatteredBytes, device: str) -> Any:
+    file: Any = ScatteredFile(content)
     return torch.load(file, map_location=device, weights_only=True)
 
 
-def _list_records(content: memoryview) -> list[zipfile.ZipInfo]:
-    with zipfile.ZipFile(io.BufferedReader(_Content(content))) as archive:
+def _list_records(content: ScatteredBytes) -> list[zipfile.ZipInfo]:
+    with zipfile.ZipFile(io.BufferedReader(ScatteredFile(content))) as archive:
         return archive.infolist()
 
 
-def _verify(content: memoryview, record: zipfile.ZipInfo) -> None:
+def _verify(content: ScatteredBytes, record: zipfile.ZipInfo) -> None:
     # The first versions of flagscale convert wrote no checksums.
     if record.CRC and crc32(_locate(content, record)) != record.CRC:
         raise zipfile.BadZipFile(f"Bad CRC-32 for file {record.filename!r}")
 
 
-def _locate(content: memoryview, record: zipfile.ZipInfo) -> memoryview:
+def _locate(content: ScatteredBytes, record: zipfile.ZipInfo) -> memoryview:
     """Return the bytes of a record, which torch does not compress."""
-    header = content[record.header_offset : record.header_offset + _LOCAL_HEADER.size]
-    if len(header) < _LOCAL_HEADER.size:
-        raise zipfile.BadZipFile(f"Truncated header of file {record.filename!r}")
-    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    begin = record.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-    data = content[begin : begin + record.compress_size]
-    if signature != _SIGNATURE or len(data) != record.compress_size:
-        raise zipfile.BadZipFile(f"Bad header of file {record.filename!r}")
+    begin = _find_begin(content, record)
+    data = content.join(begin, begin + record.compress_size)
+    if len(data) != record.compress_size:
+        raise zipfile.BadZipFile(f"Truncated file {record.filename!r}")
     return data
 
 
-def _byte_order(content: memoryview, records: list[zipfile.ZipInfo]) -> str:
+def _find_begin(content: ScatteredBytes, record: zipfile.ZipInfo) -> int:
+    """Return the position of the bytes of a record."""
+    header = content.join(record.header_offset, record.header_offset + _LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        raise zipfile.BadZipFile(f"Truncated header of file {record.filename!r}")
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    if signature != _SIGNATURE:
+        raise zipfile.BadZipFile(f"Bad header of file {record.filename!r}")
+    return int(record.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes)
+
+
+def _byte_order(content: ScatteredBytes, records: list[zipfile.ZipInfo]) -> str:
     for record in records:
         if record.filename.endswith("/byteorder"):
             return bytes(_locate(content, record)).decode()
     return "little"
-
-
-class _Content(ByteRangeFile):
-    """A memoryview as a file."""
-
-    def __init__(self, content: memoryview) -> None:
-        super().__init__(len(content))
-        self._content = content
-
-    def _read_at(self, position: int, buffer: memoryview) -> int:
-        buffer[:] = self._content[position : position + len(buffer)]
-        return len(buffer)

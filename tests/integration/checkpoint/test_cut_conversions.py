@@ -257,5 +257,5 @@ def _open_tensors(path: Path) -> None:
     """Open and verify all tensors of a checkpoint."""
     for location in read_metadata(path).storage_data.values():
         content = bytearray(location.length)
-        DiskFiles(path).read_into(location.relative_path, location.offset, memoryview(content))
+        DiskFiles(path).read_into(location.relative_path, location.offset, [memoryview(content)])
         open_tensor(memoryview(content), verify=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,12 +58,13 @@ def test_a_file_of_a_disk_is_read_from_a_position(tmp_path: Path) -> None:
 
     (tmp_path / "data").write_bytes(bytes(range(100)))
     files, buffer = DiskFiles(tmp_path), bytearray(20)
-    files.read_into("data", 70, memoryview(buffer))
+    view = memoryview(buffer)
+    files.read_into("data", 70, [view[:3], view[3:10], view[10:]])
     assert buffer == bytes(range(70, 90))
     with pytest.raises(CheckpointError, match="is not as it was written: it ends before"):
-        files.read_into("data", 90, memoryview(buffer))
+        files.read_into("data", 90, [view])
     with pytest.raises(CheckpointError, match="is not a file next to its metadata"):
-        files.read_into("../data", 0, memoryview(buffer))
+        files.read_into("../data", 0, [view])
 
 
 @pytest.mark.parametrize(
@@ -71,9 +73,8 @@ def test_a_file_of_a_disk_is_read_from_a_position(tmp_path: Path) -> None:
 def test_a_span_is_read_in_about_equal_parts(
     size: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     from flagscale.train.checkpoint import range_reader
+    from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes
 
     class Files:
         reader_count = 2
@@ -81,12 +82,108 @@ def test_a_span_is_read_in_about_equal_parts(
         def __init__(self) -> None:
             self.parts: dict[int, int] = {}
 
-        def read_into(self, name: str, begin: int, buffer: memoryview) -> None:
-            self.parts[begin] = len(buffer)
+        def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
+            self.parts[begin] = sum(map(len, buffers))
 
     monkeypatch.setattr(range_reader, "PART_BYTES", 16)
     files, span = Files(), range_reader._Span("file", 100, 100 + size, ())
     with ThreadPoolExecutor(2) as pool:
-        buffer = torch.empty(64, dtype=torch.uint8)
-        range_reader._SpanReading(span, buffer, files, pool, verify=True).wait()
+        memory = ScatteredBytes([memoryview(bytearray(1)), memoryview(bytearray(size - 1))])
+        range_reader._SpanReading(span, memory, files, pool, lambda *_: None).wait()
     assert [files.parts[begin] for begin in sorted(files.parts)] == expected
+
+
+def save_state(directory: Path, state: dict[str, Any]) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+
+
+def load_state(directory: Path, targets: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
+    """Load a checkpoint to the memory of ``targets``; return them."""
+    from torch.distributed import checkpoint as dcp
+
+    from flagscale.train.checkpoint.range_reader import DiskFiles, RangeReader
+
+    reader = RangeReader(directory, DiskFiles(directory), verify=verify)
+    dcp.load(targets, storage_reader=reader, no_dist=True)
+    return targets
+
+
+@pytest.fixture
+def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small tensors be read to where they belong, and few at once."""
+    from flagscale.train.checkpoint import range_reader
+
+    monkeypatch.setattr(range_reader, "_MIN_DIRECT_BYTES", 64)
+    monkeypatch.setattr(range_reader, "PART_BYTES", 4096)
+
+
+@pytest.mark.usefixtures("small_tensors")
+def test_tensors_are_read_to_where_they_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor of an archive of a known form is copied."""
+    import torch
+
+    from flagscale.train.checkpoint import range_reader
+
+    saved = {f"w{i:02}": torch.randn(16, 16) for i in range(60)}
+    save_state(tmp_path, saved)
+    copied: list[int] = []
+    copy = range_reader._copy
+
+    def count_copies(source: Any, target: Any) -> None:
+        copied.extend([1] if source.data_ptr() != target.data_ptr() else [])
+        copy(source, target)
+
+    monkeypatch.setattr(range_reader, "_copy", count_copies)
+    targets = {name: torch.zeros(16, 16) for name in saved}
+    pointers = {name: tensor.data_ptr() for name, tensor in targets.items()}
+    loaded = load_state(tmp_path, targets)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    assert {name: tensor.data_ptr() for name, tensor in loaded.items()} == pointers
+    # Those of the first spans are read ahead, before the form of an archive is known.
+    assert len(copied) < 50
+
+
+@pytest.mark.usefixtures("small_tensors")
+def test_any_tensor_is_loaded_to_any_of_its_shape(tmp_path: Path) -> None:
+    """Their dtypes and strides differ, and archives of equal sizes have their data elsewhere."""
+    import torch
+
+    shape, saved, targets = (8, 24), dict[str, Any](), dict[str, Any]()
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+    for index in range(160):
+        values = torch.randn(shape) * 100
+        dtype, target_dtype = dtypes[index % 4], dtypes[index // 4 % 4]
+        is_transposed, is_target_transposed = index // 16 % 2, index // 32 % 2
+        name = f"{'n' * (index % 7)}{index:03}"
+        saved[name] = values.to(dtype)
+        if is_transposed:
+            saved[name] = saved[name].T.contiguous().T
+        target = torch.zeros(shape, dtype=target_dtype)
+        targets[name] = target.T.contiguous().T if is_target_transposed else target
+    save_state(tmp_path, saved)
+    expected = {name: saved[name].to(targets[name].dtype) for name in saved}
+    loaded = load_state(tmp_path, targets)
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.usefixtures("small_tensors")
+def test_a_flipped_bit_is_detected_where_it_belongs(tmp_path: Path) -> None:
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    saved = {f"w{i:02}": torch.full((16, 16), float(i)) for i in range(60)}
+    save_state(tmp_path, saved)
+    (path,) = tmp_path.glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    position = content.rindex(saved["w50"].numpy().tobytes())
+    content[position + 100] ^= 1
+    path.write_bytes(content)
+    targets = {name: torch.zeros(16, 16) for name in saved}
+    with pytest.raises(CheckpointException, match="w50 is not as it was written: Bad CRC-32"):
+        load_state(tmp_path, targets)
+    load_state(tmp_path, targets, verify=False)
