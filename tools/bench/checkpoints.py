@@ -2,12 +2,16 @@
 
     python tools/bench/checkpoints.py --only disk --output docs/results/checkpoints-disk-cpu.json
     python tools/bench/checkpoints.py --only s3 --output docs/results/checkpoints-s3-cpu.json
+    python tools/bench/checkpoints.py --only stall --gib 14.9 \
+        --output docs/results/checkpoint-stall-cpu.json
 
 One rank holds a model in fp32 with Adam's moments in host memory. Measured are a save in the
 foreground, the stall of a save in the background and the time until that one is complete, and a
 load. They are compared with the rate of the disk itself (writing with fsync, reading with an empty
 cache to memory that has been used) and with that of the S3 client, which transfers the same files.
 The S3 server is moto's, which is slow: what counts is the ratio to the client's own rate.
+``--only stall`` measures only saves in the background to a disk, which a model that fills half of
+the host's memory allows.
 
 Requires the extra ``storage-tests``.
 """
@@ -69,7 +73,7 @@ def main() -> int:
         "--gib", type=float, default=2.0, help="size of a checkpoint (default: %(default)s)"
     )
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--only", choices=("disk", "s3"), help="one of them; default: both")
+    parser.add_argument("--only", choices=("disk", "s3", "stall"), help="default: disk and s3")
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
     parser.add_argument("--output", type=Path, help="file of the result")
     options = parser.parse_args()
@@ -85,11 +89,16 @@ def main() -> int:
         rank = Rank(layers, root / "staging")
         disk = rank.open(str(root / "disk"))
         s3 = rank.open(f"s3://{BUCKET}/bench")
-        names = [options.only] if options.only else ["disk", "s3"]
+        if options.only == "stall":
+            result["stall"] = rank.measure_stalls(*disk, options.repetitions)
+            names = []
+        else:
+            names = [options.only] if options.only else ["disk", "s3"]
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         directory = root / "disk" / "iter_0000000"
         # The client transfers these files. A virtual machine gets memory when it is first used.
-        rank.measure(*disk)
+        if names:
+            rank.measure(*disk)
         for _ in range(options.repetitions):
             # The rates alone are measured in turn, because other load on the machine varies.
             if "disk" in samples:
@@ -157,22 +166,14 @@ class Rank:
         """
         from flagscale.train.step import gathered_parameters
 
-        memory, seconds = 0.0, {}
         gc.collect()
         gc.freeze()  # as the trainer does before the first step
         with gathered_parameters(args, self._state.chunks):
             begin = time.monotonic()
             checkpointer.save(self._state, required=True)
-            seconds["save"] = time.monotonic() - begin
+            seconds = {"save": time.monotonic() - begin}
             checkpointer.poll()
-            begin, begin_cpu = time.monotonic(), time.process_time()
-            checkpointer.save(self._state)
-            seconds["stall"] = time.monotonic() - begin
-            seconds["stall_cpu"] = time.process_time() - begin_cpu
-        while not checkpointer.poll():
-            memory = max(memory, _uploader_memory())
-            time.sleep(0.01)
-        seconds["async_complete"] = time.monotonic() - begin
+        seconds |= self._save_in_background(args, checkpointer)
         # Read from the storage itself, not from copies on this machine.
         for path in self._staging.glob("iter_*/manifest.json"):
             path.unlink()
@@ -185,7 +186,38 @@ class Rank:
             checkpointer.load(self._state)
             seconds["load"] = time.monotonic() - begin
             seconds["load_cpu"] = time.process_time() - begin_cpu
-        return {**seconds, "uploader_mib": memory}
+        return seconds
+
+    def measure_stalls(
+        self, args: Any, checkpointer: Any, repetitions: int
+    ) -> list[dict[str, float]]:
+        """Save in the background, several times; see :meth:`measure`."""
+        gc.collect()
+        gc.freeze()
+        samples = []
+        for _ in range(repetitions):
+            sample = self._save_in_background(args, checkpointer)
+            samples.append({name: round(value, 3) for name, value in sample.items()})
+        return samples
+
+    def _save_in_background(self, args: Any, checkpointer: Any) -> dict[str, float]:
+        from flagscale.train.step import gathered_parameters
+
+        memory = 0.0
+        with gathered_parameters(args, self._state.chunks):
+            begin, begin_cpu = time.monotonic(), time.process_time()
+            checkpointer.save(self._state)
+            stall, stall_cpu = time.monotonic() - begin, time.process_time() - begin_cpu
+        while not checkpointer.poll():
+            memory = max(memory, _uploader_memory())
+            time.sleep(0.01)
+        complete = time.monotonic() - begin
+        return {
+            "stall": stall,
+            "stall_cpu": stall_cpu,
+            "async_complete": complete,
+            "uploader_mib": memory,
+        }
 
     def _prepare(self, save: str) -> Any:
         from flagscale.config.arguments.derive import derive_arguments, rank_arguments

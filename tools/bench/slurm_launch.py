@@ -98,7 +98,7 @@ def measure_launcher(lab: SlurmLab) -> float:
 
 def measure_srun(lab: SlurmLab) -> float:
     """Return the seconds from a handwritten job's start until the last rank has joined."""
-    from support.launch_lab import wait_for  # type: ignore[import-not-found]
+    from support.waiting import wait_for  # type: ignore[import-not-found]
 
     output_directory = lab.root / "by_hand"
 
