@@ -9,6 +9,9 @@ One rank holds a model in fp32 with Adam's moments in host memory. Measured are 
 foreground, the stall of a save in the background and the time until that one is complete, and a
 load. They are compared with the rate of the disk itself (writing with fsync, reading with an empty
 cache to memory that has been used) and with that of the S3 client, which transfers the same files.
+On the disk, everything is done twice in a row, and the second time counts: a virtual machine takes
+seconds to get a GiB of memory that it has not used lately, also for the page cache.
+
 The S3 server is moto's, which is slow: what counts is the ratio to the client's own rate.
 ``--only stall`` measures only saves in the background to a disk, which a model that fills half of
 the host's memory allows.
@@ -95,17 +98,19 @@ def main() -> int:
         else:
             names = [options.only] if options.only else ["disk", "s3"]
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        directory = root / "disk" / "iter_0000000"
-        # The client transfers these files. A virtual machine gets memory when it is first used.
+        disk_root = root / "disk"
         if names:
-            rank.measure(*disk)
+            rank.measure(*disk)  # the client transfers these files
         for _ in range(options.repetitions):
             # The rates alone are measured in turn, because other load on the machine varies.
             if "disk" in samples:
-                samples["disk"].append({**rank.measure(*disk), **measure_disk(directory, root)})
+                sample = rank.measure(*disk, times=2)
+                samples["disk"].append(
+                    {**sample, **measure_disk(_newest(disk_root), root, times=2)}
+                )
             if "s3" in samples:
-                samples["s3"].append({**rank.measure(*s3), **measure_client(directory)})
-        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+                samples["s3"].append({**rank.measure(*s3), **measure_client(_newest(disk_root))})
+        size = sum(path.stat().st_size for path in _newest(disk_root).rglob("*") if path.is_file())
         for _, checkpointer in (disk, s3):
             checkpointer.close()
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -157,35 +162,40 @@ class Rank:
         checkpointer.check_writable()
         return args, checkpointer
 
-    def measure(self, args: Any, checkpointer: Any) -> dict[str, float]:
-        """Save in the foreground and in the background, and load.
+    def measure(self, args: Any, checkpointer: Any, times: int = 1) -> dict[str, float]:
+        """Save in the foreground and in the background, and load, each several times.
 
         Returns:
-            Seconds, of which those in ``…_cpu`` are processor time of this process, and
-            ``uploader_mib``, the peak memory of the process that uploads.
+            Seconds of the last time, of which those in ``…_cpu`` are processor time of this
+            process, and ``uploader_mib``, the peak memory of the process that uploads.
         """
         from flagscale.train.step import gathered_parameters
 
         gc.collect()
         gc.freeze()  # as the trainer does before the first step
-        with gathered_parameters(args, self._state.chunks):
-            begin = time.monotonic()
-            checkpointer.save(self._state, required=True)
-            seconds = {"save": time.monotonic() - begin}
-            checkpointer.poll()
-        seconds |= self._save_in_background(args, checkpointer)
+        seconds: dict[str, float] = {}
+        for _ in range(times):
+            self._state.progress.iteration += 1
+            with gathered_parameters(args, self._state.chunks):
+                begin = time.monotonic()
+                checkpointer.save(self._state, required=True)
+                seconds["save"] = time.monotonic() - begin
+                checkpointer.poll()
+            _wait_for_removals(checkpointer)
+        for _ in range(times):
+            seconds |= self._save_in_background(args, checkpointer)
         # Read from the storage itself, not from copies on this machine.
         for path in self._staging.glob("iter_*/manifest.json"):
             path.unlink()
-        with gathered_parameters(args, self._state.chunks):
-            # The fork to save has made the state's memory copy-on-write. A run that resumes has
-            # not forked before.
-            checkpointer.load(self._state)
-            _drop_caches(Path(args.save))
-            begin, begin_cpu = time.monotonic(), time.process_time()
-            checkpointer.load(self._state)
-            seconds["load"] = time.monotonic() - begin
-            seconds["load_cpu"] = time.process_time() - begin_cpu
+        # The fork to save has made the state's memory copy-on-write, which the first load ends. A
+        # run that resumes has not forked before.
+        for _ in range(1 + times):
+            with gathered_parameters(args, self._state.chunks):
+                _drop_caches(Path(args.save))
+                begin, begin_cpu = time.monotonic(), time.process_time()
+                checkpointer.load(self._state)
+                seconds["load"] = time.monotonic() - begin
+                seconds["load_cpu"] = time.process_time() - begin_cpu
         return seconds
 
     def measure_stalls(
@@ -194,16 +204,14 @@ class Rank:
         """Save in the background, several times; see :meth:`measure`."""
         gc.collect()
         gc.freeze()
-        samples = []
-        for _ in range(repetitions):
-            sample = self._save_in_background(args, checkpointer)
-            samples.append({name: round(value, 3) for name, value in sample.items()})
-        return samples
+        samples = [self._save_in_background(args, checkpointer) for _ in range(repetitions)]
+        return [{name: round(value, 3) for name, value in sample.items()} for sample in samples]
 
     def _save_in_background(self, args: Any, checkpointer: Any) -> dict[str, float]:
         from flagscale.train.step import gathered_parameters
 
         memory = 0.0
+        self._state.progress.iteration += 1
         with gathered_parameters(args, self._state.chunks):
             begin, begin_cpu = time.monotonic(), time.process_time()
             checkpointer.save(self._state)
@@ -212,6 +220,7 @@ class Rank:
             memory = max(memory, _uploader_memory())
             time.sleep(0.01)
         complete = time.monotonic() - begin
+        _wait_for_removals(checkpointer)
         return {
             "stall": stall,
             "stall_cpu": stall_cpu,
@@ -237,24 +246,43 @@ class Rank:
         return args
 
 
-def measure_disk(directory: Path, root: Path) -> dict[str, float]:
-    """Write and read the files of a checkpoint without any other work; return seconds."""
+def _wait_for_removals(checkpointer: Any) -> None:
+    """Wait until superseded checkpoints are deleted, for which training does not wait."""
+    for removal in checkpointer._removals:
+        removal.result()
+
+
+def _newest(root: Path) -> Path:
+    """Return the newest checkpoint in a directory."""
+    return max(root.glob("iter_*"))
+
+
+def measure_disk(directory: Path, root: Path, times: int) -> dict[str, float]:
+    """Write and read the files of a checkpoint without any other work, each several times.
+
+    Returns:
+        Seconds of the last time.
+    """
     files = [path for path in directory.iterdir() if path.is_file()]
     content = {path: path.read_bytes() for path in files}
     targets = [root / f"alone_{path.name}" for path in files]
-    begin = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(_write_synced, targets, content.values()))
-    write_seconds = time.monotonic() - begin
+    seconds = {}
+    for _ in range(times):
+        begin = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(_write_synced, targets, content.values()))
+        seconds["save_alone"] = time.monotonic() - begin
+        for target in targets:
+            target.unlink()
     del content
-    for target in targets:
-        target.unlink()
-    _drop_caches(directory)
     buffers = {path: memoryview(bytearray(path.stat().st_size)) for path in files}
-    begin = time.monotonic()
-    for path, buffer in buffers.items():
-        _read_whole(path, buffer)
-    return {"save_alone": write_seconds, "load_alone": time.monotonic() - begin}
+    for _ in range(times):
+        _drop_caches(directory)
+        begin = time.monotonic()
+        for path, buffer in buffers.items():
+            _read_whole(path, buffer)
+        seconds["load_alone"] = time.monotonic() - begin
+    return seconds
 
 
 def _read_whole(path: Path, buffer: memoryview) -> None:

@@ -220,9 +220,10 @@ class Checkpointer:
             CheckpointError: on all ranks, if saving fails and ``required`` is set.
         """
         self._finish_pending_save()
+        in_background = self._args.async_save and not required
         iteration, start_time = state.progress.iteration, time.monotonic()
         try:
-            write = self._start_writing(iteration, state)
+            write = self._start_writing(iteration, state, in_background=in_background)
         except CheckpointError as error:
             self._record_failure(iteration, error)
         else:
@@ -232,7 +233,7 @@ class Checkpointer:
             if best is not None:
                 manifest_entries.update(best.manifest_entries())
             self._pending_save = _PendingSave(iteration, manifest_entries, write, start_time, best)
-            if required or not self._args.async_save:
+            if not in_background:
                 self._finish_pending_save()
         if required and self._save_error is not None:
             save_error, self._save_error = self._save_error, None
@@ -269,7 +270,9 @@ class Checkpointer:
             save_error, self._save_error = self._save_error, None
             raise save_error
 
-    def _start_writing(self, iteration: int, state: TrainState) -> CheckpointWrite:
+    def _start_writing(
+        self, iteration: int, state: TrainState, *, in_background: bool
+    ) -> CheckpointWrite:
         """Create the directory of a checkpoint, and write it or start to write it. Collective."""
         args = self._args
         # Fully parallel saving distributes replicated tensors, so some rank must have replicas. All
@@ -280,7 +283,7 @@ class Checkpointer:
             self._build_state_dict(state),
             fully_parallel=args.ckpt_fully_parallel_save
             and (replica_count > 1 or args.meshes is not None),
-            in_background=self._args.async_save,
+            in_background=in_background,
             validate_sharding=not self._sharding_validated,
             is_staged=self._uploads is not None,
         )

@@ -299,20 +299,41 @@ class _LoadedParameter(NamedTuple):
     part: Part
     tensors: dict[str, Any]
 
-    def find_own_tensors(self) -> dict[str, torch.Tensor] | None:
-        """Return the optimizer's own tensors if the state can be read to them; None otherwise."""
-        # Of states that may not be in fp32, the optimizer returns copies.
-        if self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            return None
-        return _find_own_tensors(self.optimizer, self.parameter)
+    def find_targets(self) -> dict[str, Any]:
+        """Return the sharded state with memory of the host to read it to: that of the optimizer
+        itself if possible, otherwise new memory.
+        """
+        own_tensors, targets = self._find_own_tensors() or {}, {}
+        for name, tensor in self.tensors.items():
+            data = own_tensors.get(name)
+            if data is None:
+                data = torch.empty_like(tensor.data, device="cpu")
+            targets[name] = replace(tensor, data=data)
+        return targets
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of the state, which was read, to the optimizer."""
+        """Copy this rank's part of the state, which was read, to the optimizer.
+
+        Nothing is copied if it was read to the optimizer's memory. megatron.core assembles some
+        tensors from several, in new memory.
+        """
+        own_tensors = self._find_own_tensors()
+        if own_tensors and all(
+            tensors[name].data_ptr() == own.data_ptr() for name, own in own_tensors.items()
+        ):
+            return
         part = slice(self.part.start, self.part.end)
         self.optimizer._set_main_param_and_optimizer_states(
             self.parameter.weight,
             {name: tensor.reshape(-1)[part] for name, tensor in tensors.items()},
         )
+
+    def _find_own_tensors(self) -> dict[str, torch.Tensor] | None:
+        """Return the optimizer's own tensors if the state can be read to them; None otherwise."""
+        # Of states that may not be in fp32, the optimizer returns copies.
+        if self.optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return None
+        return _find_own_tensors(self.optimizer, self.parameter)
 
 
 class ParameterStates:
@@ -347,33 +368,10 @@ class ParameterStates:
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         for index in range(int(count)):
             group = self._groups[index] if index < len(self._groups) else []
-            own_tensors = [parameter.find_own_tensors() for parameter in group]
-            targets = [
-                own or {name: _allocate(tensor) for name, tensor in parameter.tensors.items()}
-                for own, parameter in zip(own_tensors, group, strict=True)
-            ]
-            loaded = read(
-                {
-                    position: {
-                        name: replace(tensor, data=targets[position][name])
-                        for name, tensor in parameter.tensors.items()
-                    }
-                    for position, parameter in enumerate(group)
-                }
-            )
-            for position, (parameter, own) in enumerate(zip(group, own_tensors, strict=True)):
-                # megatron.core assembles some tensors from several, in new memory.
-                is_applied = own is not None and all(
-                    loaded[position][name].data_ptr() == tensor.data_ptr()
-                    for name, tensor in own.items()
-                )
-                if not is_applied:
-                    parameter.apply(loaded[position])
-
-
-def _allocate(tensor: Any) -> torch.Tensor:
-    """Return memory of the host for a sharded tensor without memory."""
-    return torch.empty_like(tensor.data, device="cpu")
+            targets = {i: parameter.find_targets() for i, parameter in enumerate(group)}
+            loaded = read(targets)
+            for i, parameter in enumerate(group):
+                parameter.apply(loaded[i])
 
 
 def remove_parameter_states(optimizer: Any, sharded_state_dict: Any) -> ParameterStates:

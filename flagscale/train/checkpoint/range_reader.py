@@ -19,11 +19,12 @@ import zipfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
@@ -57,8 +58,11 @@ AnyCheckpoint = LatestCheckpoint[Path] | LatestCheckpoint[StorageAddress]
 _MAX_GAP_BYTES = 1 << 20
 """Bytes between two chunks that are read together, which takes less time than another request."""
 _DAMAGE_HINT = "remove this checkpoint to continue from the previous one"
-_DISK_READERS = 4
-"""Threads that read from a disk and verify checksums."""
+_DISK_STREAMS = 2
+"""Files of a disk that are read at the same time, each from its begin to its end: a disk, and what
+the kernel reads ahead, are faster in order."""
+_VERIFIERS = 2
+"""Threads that verify checksums of what was read."""
 _MAX_PIECES = 1024
 """Pieces of memory that one system call fills (IOV_MAX)."""
 _MIN_DIRECT_BYTES = 64 << 10
@@ -71,8 +75,13 @@ class CheckpointFiles(Protocol):
     """Files of a checkpoint."""
 
     @property
-    def reader_count(self) -> int:
-        """Number of threads that read at the same time."""
+    def stream_count(self) -> int:
+        """Number of files to read at the same time."""
+        ...
+
+    @property
+    def stream_readers(self) -> int:
+        """Number of parts of one file to read at the same time."""
         ...
 
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
@@ -89,10 +98,18 @@ class CheckpointFiles(Protocol):
 class DiskFiles:
     """Files of a checkpoint on a disk."""
 
-    reader_count = _DISK_READERS
+    stream_count, stream_readers = _DISK_STREAMS, 1
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        # The kernel reads ahead of where the same open file was read before.
+        self._open_files: dict[str, BinaryIO] = {}
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open_files.values():
+            file.close()
+        self._open_files.clear()
 
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers; see :class:`CheckpointFiles`."""
@@ -100,23 +117,25 @@ class DiskFiles:
             raise CheckpointError(f"{self._directory}: {name!r} is not a file next to its metadata")
         path, memory = self._directory / name, ScatteredBytes(buffers)
         filled, size = 0, len(memory)
-        with path.open("rb", buffering=0) as file:
-            while filled < size:
-                pieces = memory.pieces(filled, size)[:_MAX_PIECES]
-                count = os.preadv(file.fileno(), pieces, begin + filled)
-                if not count:
-                    raise CheckpointError(
-                        f"{path} is not as it was written: it ends before {size} bytes that belong "
-                        "to a tensor",
-                        hint=_DAMAGE_HINT,
-                    )
-                filled += count
+        if name not in self._open_files:
+            self._open_files[name] = path.open("rb", buffering=0)
+        descriptor = self._open_files[name].fileno()
+        while filled < size:
+            pieces = memory.pieces(filled, size)[:_MAX_PIECES]
+            count = os.preadv(descriptor, pieces, begin + filled)
+            if not count:
+                raise CheckpointError(
+                    f"{path} is not as it was written: it ends before {size} bytes that belong "
+                    "to a tensor",
+                    hint=_DAMAGE_HINT,
+                )
+            filled += count
 
 
 class StoredFiles:
     """Files of a checkpoint in object storage, or their staged copies on this host."""
 
-    reader_count = CONCURRENT_PARTS
+    stream_count, stream_readers = 1, CONCURRENT_PARTS
 
     def __init__(self, address: StorageAddress, staging: Path | None) -> None:
         """Open the files of a checkpoint.
@@ -204,7 +223,10 @@ def open_checkpoint(
         CheckpointError: the storage cannot be read.
     """
     if isinstance(checkpoint.path, Path):
-        with _read_by_ranges(checkpoint.path, DiskFiles(checkpoint.path), verify=verify):
+        with (
+            closing(DiskFiles(checkpoint.path)) as disk_files,
+            _read_by_ranges(checkpoint.path, disk_files, verify=verify),
+        ):
             yield checkpoint.path
         return
     files = StoredFiles(checkpoint.path, staging)
@@ -307,19 +329,32 @@ class _SpanReading:
         span: _Span,
         memory: ScatteredBytes,
         files: CheckpointFiles,
-        pool: ThreadPoolExecutor,
+        readers: ThreadPoolExecutor,
+        verifiers: ThreadPoolExecutor,
         open_chunk: Callable[[_Chunk, ScatteredBytes], Any],
     ) -> None:
-        """Start to read a span into ``memory``, and call ``open_chunk`` with each of its chunks."""
+        """Start to read a span.
+
+        Args:
+            span: the span.
+            memory: memory to read to.
+            files: the files of the checkpoint.
+            readers: threads that read.
+            verifiers: threads that call ``open_chunk``.
+            open_chunk: opens a chunk, which is in the memory given to it.
+        """
         self.span = span
         self._memory, self._files, self._open_chunk = memory, files, open_chunk
+        self._verifiers = verifiers
         # About equal parts: one of a few bytes would cost another request.
         count = max(round(span.size / PART_BYTES), 1)
         self._part_bytes = -(-span.size // count)
         begins = range(0, span.size, self._part_bytes)
         self._lock, self._unread_parts = threading.Lock(), len(begins)
-        self._opened: list[Any] = []
-        self._parts: list[Future[None]] = [pool.submit(self._read_part, begin) for begin in begins]
+        self._opened: Future[list[Any]] = Future()
+        self._parts: list[Future[None]] = [
+            readers.submit(self._read_part, begin) for begin in begins
+        ]
 
     def wait(self) -> list[Any]:
         """Return what ``open_chunk`` returned, in the order of the chunks.
@@ -329,21 +364,24 @@ class _SpanReading:
         """
         for part in self._parts:
             part.result()
-        return self._opened
+        return self._opened.result()
 
     def _read_part(self, begin: int) -> None:
-        """Read a part, and open the chunks if it is the last one."""
+        """Read a part, and let the chunks be opened if it is the last one."""
         pieces = self._memory.pieces(begin, begin + self._part_bytes)
         self._files.read_into(self.span.name, self.span.begin + begin, pieces)
         with self._lock:
             self._unread_parts -= 1
             is_last = not self._unread_parts
         if is_last:
-            first = self.span.begin
-            self._opened = [
-                self._open_chunk(chunk, self._memory.slice(chunk.begin - first, chunk.end - first))
-                for chunk in self.span.chunks
-            ]
+            self._opened = self._verifiers.submit(self._open_chunks)
+
+    def _open_chunks(self) -> list[Any]:
+        first = self.span.begin
+        return [
+            self._open_chunk(chunk, self._memory.slice(chunk.begin - first, chunk.end - first))
+            for chunk in self.span.chunks
+        ]
 
 
 class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
@@ -362,10 +400,15 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read the items of a plan; see the base class."""
         spans = list(_plan_spans(self.storage_data, plan))
-        with ThreadPoolExecutor(
-            self._files.reader_count, thread_name_prefix="checkpoint-reader"
-        ) as pool:
-            for reading in self._read_ahead(pool, spans, planner):
+        with ExitStack() as stack:
+            verifiers = stack.enter_context(ThreadPoolExecutor(_VERIFIERS, "checkpoint-verifier"))
+            streams = [
+                stack.enter_context(
+                    ThreadPoolExecutor(self._files.stream_readers, "checkpoint-reader")
+                )
+                for _ in range(self._files.stream_count)
+            ]
+            for reading in self._read_ahead(spans, streams, verifiers, planner):
                 for chunk, content in zip(reading.span.chunks, reading.wait(), strict=True):
                     _load_items(chunk, content, planner)
         future: TorchFuture[None] = TorchFuture()
@@ -373,22 +416,27 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
         return future
 
     def _read_ahead(
-        self, pool: ThreadPoolExecutor, spans: list[_Span], planner: LoadPlanner
+        self,
+        spans: list[_Span],
+        streams: list[ThreadPoolExecutor],
+        verifiers: ThreadPoolExecutor,
+        planner: LoadPlanner,
     ) -> Iterator[_SpanReading]:
-        """Yield spans in order, and read the following ones meanwhile."""
+        """Yield spans in order of reading, and read the following ones meanwhile."""
         pending: deque[tuple[_SpanReading, torch.Tensor]] = deque()
-        remaining, buffers = deque(spans), _Buffers()
+        remaining, buffers = deque(_assign_streams(spans, len(streams))), _Buffers()
         while pending or remaining:
             while remaining and (
                 len(pending) < 2
                 or sum(reading.span.size for reading, _ in pending) < CONCURRENT_PARTS * PART_BYTES
             ):
-                span = remaining.popleft()
+                stream, span = remaining.popleft()
                 targets = self._find_targets(span, planner)
                 buffer = buffers.take(span.size - sum(map(len, targets.values())))
                 memory = _insert_targets(targets, buffer, span.size)
+                open_chunk = partial(self._open, span.name)
                 reading = _SpanReading(
-                    span, memory, self._files, pool, partial(self._open, span.name)
+                    span, memory, self._files, streams[stream], verifiers, open_chunk
                 )
                 pending.append((reading, buffer))
             reading, buffer = pending.popleft()
@@ -491,3 +539,16 @@ def _plan_spans(storage_data: Mapping[Any, Any], plan: LoadPlan) -> Iterator[_Sp
             while chunks and chunks[0].end <= end:
                 joined.append(chunks.popleft())
             yield _Span(name, begin, end, tuple(joined))
+
+
+def _assign_streams(spans: list[_Span], stream_count: int) -> Iterator[tuple[int, _Span]]:
+    """Yield spans in order of reading, each with the number of the stream that reads its file.
+
+    As many files are read at the same time as there are streams.
+    """
+    files = [list(group) for _, group in groupby(spans, key=lambda span: span.name)]
+    for first in range(0, len(files), stream_count):
+        for row in zip_longest(*files[first : first + stream_count]):
+            for stream, span in enumerate(row):
+                if span is not None:
+                    yield stream, span

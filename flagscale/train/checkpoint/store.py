@@ -68,6 +68,12 @@ def find_replaced_best(
 class CheckpointStore(CheckpointDirectory):
     """Directory of checkpoints that a run saves into."""
 
+    def __init__(self, root: Path) -> None:
+        """Create it; nothing is written."""
+        super().__init__(root)
+        self._removed_now: set[Path] = set()
+        """Directories that another thread deletes at the moment, which may take seconds."""
+
     def partial_directory(self, iteration: int) -> Path:
         """Return the temporary directory of an incomplete checkpoint."""
         return self.root / f".iter_{iteration:07d}.partial"
@@ -144,17 +150,23 @@ class CheckpointStore(CheckpointDirectory):
         """Delete checkpoints. Each is renamed first, so that no half-deleted one is visible."""
         for path in paths:
             hidden = self.root / f".{path.name}.removed"
+            self._removed_now.add(hidden)
             try:
                 path.rename(hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
             except OSError:
-                continue  # another process removed the checkpoint
-            shutil.rmtree(hidden, ignore_errors=True)
+                pass  # another process removed the checkpoint
+            finally:
+                self._removed_now.remove(hidden)
 
     def remove_leftovers(self, kept_directory: Path | None = None) -> None:
-        """Delete half-written or half-deleted directories of a killed run, except one."""
+        """Delete half-written or half-deleted directories of a killed run, except one.
+
+        Those that :meth:`remove` deletes at the moment are left to it.
+        """
         for item in list(self.root.iterdir()) if self.root.is_dir() else ():
             match = _LEFTOVER.fullmatch(item.name)
-            if match is None or item == kept_directory:
+            if match is None or item == kept_directory or item in self._removed_now:
                 continue
             if match[2] == "replaced" and not (self.root / match[1]).exists():
                 # the run was killed between the two renames of publish

@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 
+from flagscale.train.checkpoint.checksums import crc32
 from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes, ScatteredFile
-
-try:
-    from isal.isal_zlib import crc32  # takes a seventh of the time
-except ImportError:  # there is no wheel for this machine
-    from zlib import crc32
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Signature, and lengths of the name and of the extra field that follow."""

@@ -12,19 +12,17 @@ megatron.core divides the tensors of a rank into buckets; each bucket becomes on
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
-import queue
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -40,6 +38,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult as TensorResult
 
 from flagscale.checkpoints import REQUIRED_FILES
 from flagscale.errors import CheckpointError
@@ -49,6 +49,8 @@ from flagscale.train.checkpoint.collective_errors import (
     raise_on_all_ranks,
     run_on_rank_0,
 )
+from flagscale.train.checkpoint.stored_archive import ALIGNMENT_BYTES
+from flagscale.train.checkpoint.tensor_archive_writer import has_archive, write_archive
 
 _STORAGE_BACKEND, _STORAGE_VERSION = "torch_dist", 1
 
@@ -103,13 +105,12 @@ class CheckpointWrite:
             _write_common_state(common_state, directory)
         self._writer, self._metadata = _plan_writes(sharded_state, directory, fully_parallel)
         buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets, True)
-        transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
         self._background_writer: _BackgroundWriter | None = None
         self._result = WriteResult()
         if in_background:
-            self._background_writer = _BackgroundWriter(buckets, transforms)
+            self._background_writer = _BackgroundWriter(buckets)
         else:
-            self._result = write_buckets(buckets, transforms)
+            self._result = write_buckets(buckets)
 
     def is_done(self) -> bool:
         """Return whether this rank has finished writing."""
@@ -192,18 +193,17 @@ def _write_common_state(common_state: Mapping[str, Any], directory: Path) -> Non
         os.fsync(file.fileno())
 
 
-def write_buckets(buckets: list[Any], transforms: list[Any]) -> WriteResult:
+def write_buckets(buckets: list[Any]) -> WriteResult:
     """Write buckets of tensors to one file each, in parallel threads.
 
     Args:
         buckets: megatron.core's write buckets, with the tensors in host memory.
-        transforms: megatron.core's storage writer transforms.
     """
     if not buckets:
         return WriteResult()
     combined = WriteResult()
     with ThreadPoolExecutor(len(buckets)) as pool:
-        for result in pool.map(partial(_write_bucket, transforms=transforms), count(), buckets):
+        for result in pool.map(_write_bucket, buckets):
             if isinstance(result, Exception):
                 combined.error = combined.error or describe_error(result)
             else:
@@ -211,26 +211,58 @@ def write_buckets(buckets: list[Any], transforms: list[Any]) -> WriteResult:
     return combined
 
 
-def _write_bucket(index: int, bucket: Any, *, transforms: list[Any]) -> Any:
+def _write_bucket(bucket: Any) -> list[Any] | Exception:
     """Write one bucket; return its write results, or an exception."""
-    # megatron.core runs this function in a process of its own, which reports through queues.
-    results: queue.Queue[tuple[int, Any]] = queue.Queue()
-    file_numbers: queue.Queue[int] = queue.Queue()
-    file_numbers.put(index)
-    FileSystemWriterAsync.write_preloaded_data(
-        transforms, index, bucket, results, file_numbers, True
-    )
-    return results.get_nowait()[1]
+    path, name, (objects, tensors) = bucket
+    results = []
+    try:
+        # Without a buffer: tensors are written from their own memory.
+        with Path(path).open("wb", buffering=0) as file:
+            for item, content in (*objects, *tensors):
+                _pad(file)
+                begin = file.tell()
+                if isinstance(content, torch.Tensor):
+                    _write_tensor(file, content)
+                else:
+                    _write_all(file, content.getbuffer())
+                length = file.tell() - begin
+                location = _StorageInfo(name, begin, length)
+                results.append(TensorResult(item.index, length, location))
+            os.fsync(file.fileno())
+    except Exception as error:  # noqa: BLE001 - it is reported by all ranks
+        return error
+    return results
+
+
+def _pad(file: BinaryIO) -> None:
+    """Pad a file so that the bytes of the next tensor are aligned in it."""
+    _write_all(file, bytes(-file.tell() % ALIGNMENT_BYTES))
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
+    if has_archive(tensor.dtype):
+        array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        write_archive(file, tensor.dtype, tuple(tensor.shape), [memoryview(array)])
+        return
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    _write_all(file, buffer.getbuffer())
+
+
+def _write_all(file: BinaryIO, content: bytes | memoryview) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 class _BackgroundWriter:
     """Forked process that writes. Its copy-on-write memory is the snapshot of the tensors."""
 
-    def __init__(self, buckets: list[Any], transforms: list[Any]) -> None:
+    def __init__(self, buckets: list[Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, child_connection = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_write_in_child, args=(child_connection, buckets, transforms), daemon=True
+            target=_write_in_child, args=(child_connection, buckets), daemon=True
         )
         self._process.start()
         # The pipe reaches its end only if no other process has this connection open.
@@ -250,13 +282,13 @@ class _BackgroundWriter:
         return result
 
 
-def _write_in_child(connection: Connection, buckets: list[Any], transforms: list[Any]) -> None:
+def _write_in_child(connection: Connection, buckets: list[Any]) -> None:
     """Entry point of the forked process."""
     gc.disable()  # collecting would free device tensors that belong to the parent
     # The trainer handles a stop request, and waits for this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection.send(write_buckets(buckets, transforms))
+    connection.send(write_buckets(buckets))
     connection.close()
     os._exit(0)  # skip cleanup of resources that belong to the parent
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,8 @@ def test_a_flipped_bit_in_a_converted_checkpoint_is_detected(model: Path, tmp_pa
 
 def _open_tensors(path: Path) -> None:
     """Open and verify all tensors of a checkpoint."""
-    for location in read_metadata(path).storage_data.values():
-        content = bytearray(location.length)
-        DiskFiles(path).read_into(location.relative_path, location.offset, [memoryview(content)])
-        open_tensor(memoryview(content), verify=True)
+    with closing(DiskFiles(path)) as files:
+        for location in read_metadata(path).storage_data.values():
+            content = memoryview(bytearray(location.length))
+            files.read_into(location.relative_path, location.offset, [content])
+            open_tensor(content, verify=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,14 +58,31 @@ def test_a_file_of_a_disk_is_read_from_a_position(tmp_path: Path) -> None:
     from flagscale.train.checkpoint.range_reader import DiskFiles
 
     (tmp_path / "data").write_bytes(bytes(range(100)))
-    files, buffer = DiskFiles(tmp_path), bytearray(20)
+    buffer = bytearray(20)
     view = memoryview(buffer)
-    files.read_into("data", 70, [view[:3], view[3:10], view[10:]])
-    assert buffer == bytes(range(70, 90))
-    with pytest.raises(CheckpointError, match="is not as it was written: it ends before"):
-        files.read_into("data", 90, [view])
-    with pytest.raises(CheckpointError, match="is not a file next to its metadata"):
-        files.read_into("../data", 0, [view])
+    with closing(DiskFiles(tmp_path)) as files:
+        files.read_into("data", 70, [view[:3], view[3:10], view[10:]])
+        assert buffer == bytes(range(70, 90))
+        with pytest.raises(CheckpointError, match="is not as it was written: it ends before"):
+            files.read_into("data", 90, [view])
+        with pytest.raises(CheckpointError, match="is not a file next to its metadata"):
+            files.read_into("../data", 0, [view])
+
+
+def test_each_file_is_read_by_one_stream_in_order() -> None:
+    from flagscale.train.checkpoint.range_reader import _assign_streams
+
+    mib = 1 << 20
+    counts = {"a": 3, "b": 1, "c": 2}
+    spans = plan_spans(
+        {name: [(i * 20 * mib, i * 20 * mib + 1) for i in range(n)] for name, n in counts.items()}
+    )
+    order = [
+        (stream, span.name, span.begin // (20 * mib)) for stream, span in _assign_streams(spans, 2)
+    ]
+    assert order == [
+        (0, "a", 0), (1, "b", 0), (0, "a", 1), (0, "a", 2), (0, "c", 0), (0, "c", 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,7 +95,7 @@ def test_a_span_is_read_in_about_equal_parts(
     from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes
 
     class Files:
-        reader_count = 2
+        stream_count, stream_readers = 1, 2
 
         def __init__(self) -> None:
             self.parts: dict[int, int] = {}
@@ -89,7 +107,7 @@ def test_a_span_is_read_in_about_equal_parts(
     files, span = Files(), range_reader._Span("file", 100, 100 + size, ())
     with ThreadPoolExecutor(2) as pool:
         memory = ScatteredBytes([memoryview(bytearray(1)), memoryview(bytearray(size - 1))])
-        range_reader._SpanReading(span, memory, files, pool, lambda *_: None).wait()
+        range_reader._SpanReading(span, memory, files, pool, pool, lambda *_: None).wait()
     assert [files.parts[begin] for begin in sorted(files.parts)] == expected
 
 
@@ -105,8 +123,9 @@ def load_state(directory: Path, targets: dict[str, Any], *, verify: bool = True)
 
     from flagscale.train.checkpoint.range_reader import DiskFiles, RangeReader
 
-    reader = RangeReader(directory, DiskFiles(directory), verify=verify)
-    dcp.load(targets, storage_reader=reader, no_dist=True)
+    with closing(DiskFiles(directory)) as files:
+        reader = RangeReader(directory, files, verify=verify)
+        dcp.load(targets, storage_reader=reader, no_dist=True)
     return targets
 
 

@@ -7,7 +7,6 @@ reads only the requested region. Memory holds one region and the pages of memory
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.checksums import crc32
 from flagscale.train.checkpoint.formats.span_checksums import FileSpan
 
 Shape = tuple[int, ...]
@@ -315,7 +315,7 @@ def write_bytes(file: BinaryIO, tensor: LazyTensor, report: Callable[[int], None
     begin, size, crc = file.tell(), 0, 0
     for content in iter_bytes(tensor):
         file.write(content)
-        crc = zlib.crc32(content, crc)
+        crc = crc32(content, crc)
         size += len(content)
         report(len(content))
     return FileSpan(begin, size, crc)

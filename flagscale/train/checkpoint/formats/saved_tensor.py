@@ -10,13 +10,13 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-import zlib
 from typing import Any, NamedTuple
 
 import torch
 
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.byte_range_file import ByteRangeFile
+from flagscale.train.checkpoint.checksums import crc32
 from flagscale.train.checkpoint.formats import lazy_tensors
 
 _LOCAL_HEADER_BYTES = 30
@@ -82,7 +82,7 @@ def view_saved_tensor(archive_bytes: torch.Tensor, *, is_trusted: bool = False) 
         record = records[f"data/{description.storage.key}"]
         data = _slice_record(archive_bytes, record)
         # The first versions of flagscale convert wrote no checksums.
-        if not is_trusted and record.CRC and zlib.crc32(lazy_tensors.as_bytes(data)) != record.CRC:
+        if not is_trusted and record.CRC and crc32(lazy_tensors.as_bytes(data)) != record.CRC:
             raise ValueError("it is not as it was written")
         return _view_storage(
             lazy_tensors.view_as_dtype(data, description.storage.dtype), description

@@ -6,10 +6,11 @@ damage by a crash or a disk, not intentional modification.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from flagscale.train.checkpoint.checksums import crc32
 
 _BUFFER_BYTES = 1 << 20
 
@@ -71,6 +72,6 @@ def _compute_crc(file: BinaryIO, begin: int, size: int) -> int:
     file.seek(begin)
     crc = 0
     while size > 0 and (block := file.read(min(size, _BUFFER_BYTES))):
-        crc = zlib.crc32(block, crc)
+        crc = crc32(block, crc)
         size -= len(block)
     return crc
