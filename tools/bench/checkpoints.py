@@ -2,7 +2,7 @@
 
     python tools/bench/checkpoints.py --only disk --output docs/results/checkpoints-disk-cpu.json
     python tools/bench/checkpoints.py --only s3 --output docs/results/checkpoints-s3-cpu.json
-    python tools/bench/checkpoints.py --only stall --gib 14.9 \
+    python tools/bench/checkpoints.py --only stall --gib 14.9 --hidden-size 2048 \
         --output docs/results/checkpoint-stall-cpu.json
 
 One rank holds a model in fp32 with Adam's moments in host memory. Measured are a save in the
@@ -56,11 +56,9 @@ from flagscale.object_storage import (  # noqa: E402
 )
 
 _GIB = 1 << 30
-_BYTES_PER_WEIGHT = 12
-_HIDDEN_SIZE = 1024
-_LAYER_WEIGHTS = 12 * _HIDDEN_SIZE**2
-_MODEL = f"""
---hidden-size {_HIDDEN_SIZE} --num-attention-heads 16 --ffn-hidden-size {4 * _HIDDEN_SIZE}
+_BYTES_PER_WEIGHT = 16  # the weight, its fp32 copy and two moments
+_MODEL = """
+--num-attention-heads 16
 --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 10 --lr 1e-3
 --vocab-size 512 --mock-data --eval-iters 0 --num-workers 0 --device cpu --disable-bias-linear
 --position-embedding-type rope --use-distributed-optimizer --async-save --keep-last 1
@@ -73,8 +71,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gib", type=float, default=2.0, help="size of a checkpoint (default: %(default)s)"
+        "--gib", type=float, default=2.6, help="size of a checkpoint (default: %(default)s)"
     )
+    parser.add_argument("--hidden-size", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--repetitions", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--only", choices=("disk", "s3", "stall"), help="default: disk and s3")
     parser.add_argument("--directory", type=Path, help="directory on the disk to measure")
@@ -88,8 +87,7 @@ def main() -> int:
     ):
         os.environ.update(s3_environment(server.endpoint))
         root = Path(scratch)
-        layers = max(1, round(options.gib * _GIB / _BYTES_PER_WEIGHT / _LAYER_WEIGHTS))
-        rank = Rank(layers, root / "staging")
+        rank = Rank(options.gib, options.hidden_size, root / "staging")
         disk = rank.open(str(root / "disk"))
         s3 = rank.open(f"s3://{BUCKET}/bench")
         if options.only == "stall":
@@ -141,11 +139,18 @@ def summarize(samples: list[dict[str, float]]) -> dict[str, Any]:
 class Rank:
     """A rank with a model in host memory."""
 
-    def __init__(self, layers: int, staging: Path) -> None:
+    def __init__(self, gib: float, hidden_size: int, staging: Path) -> None:
         from flagscale.train import distributed
         from flagscale.train.device import choose_device
 
+        layers = max(1, round(gib * _GIB / _BYTES_PER_WEIGHT / (12 * hidden_size**2)))
         self._flags = [*_MODEL.split(), "--num-layers", str(layers)]
+        self._flags += [
+            "--hidden-size",
+            str(hidden_size),
+            "--ffn-hidden-size",
+            str(4 * hidden_size),
+        ]
         self._flags += ["--save-staging-dir", str(staging)]
         self._staging = staging
         self._rank = distributed.RankIdentity.from_environment()
@@ -204,6 +209,7 @@ class Rank:
         """Save in the background, several times; see :meth:`measure`."""
         gc.collect()
         gc.freeze()
+        self._save_in_background(args, checkpointer)  # allocates the optimizer's moments
         samples = [self._save_in_background(args, checkpointer) for _ in range(repetitions)]
         return [{name: round(value, 3) for name, value in sample.items()} for sample in samples]
 

@@ -52,6 +52,9 @@ from flagscale.train.checkpoint.collective_errors import (
 from flagscale.train.checkpoint.stored_archive import ALIGNMENT_BYTES
 from flagscale.train.checkpoint.tensor_archive_writer import has_archive, write_archive
 
+_FLUSHED_BYTES = 32 << 20
+"""Bytes of a file after which the disk begins to write them, while others are copied to its
+cache."""
 _STORAGE_BACKEND, _STORAGE_VERSION = "torch_dist", 1
 
 
@@ -214,7 +217,7 @@ def write_buckets(buckets: list[Any]) -> WriteResult:
 def _write_bucket(bucket: Any) -> list[Any] | Exception:
     """Write one bucket; return its write results, or an exception."""
     path, name, (objects, tensors) = bucket
-    results = []
+    results, flushed_end = [], 0
     try:
         # Without a buffer: tensors are written from their own memory.
         with Path(path).open("wb", buffering=0) as file:
@@ -228,6 +231,10 @@ def _write_bucket(bucket: Any) -> list[Any] | Exception:
                 length = file.tell() - begin
                 location = _StorageInfo(name, begin, length)
                 results.append(TensorResult(item.index, length, location))
+                if file.tell() - flushed_end >= _FLUSHED_BYTES:
+                    # Linux begins to write the pages, and does not wait for them.
+                    os.posix_fadvise(file.fileno(), flushed_end, 0, os.POSIX_FADV_DONTNEED)
+                    flushed_end = file.tell()
             os.fsync(file.fileno())
     except Exception as error:  # noqa: BLE001 - it is reported by all ranks
         return error
