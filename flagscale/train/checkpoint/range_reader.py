@@ -52,6 +52,7 @@ from flagscale.object_storage import (
 )
 from flagscale.train.checkpoint.scattered_bytes import ScatteredBytes
 from flagscale.train.checkpoint.tensor_archive import find_data, open_tensor
+from flagscale.train.checkpoint.tensor_memory import view_bytes
 from flagscale.train.checkpoint.uploads import find_staged_copy
 
 AnyCheckpoint = LatestCheckpoint[Path] | LatestCheckpoint[StorageAddress]
@@ -281,8 +282,7 @@ class _Chunk:
             or not 0 < envelope_bytes <= _MAX_ENVELOPE_BYTES
         ):
             return None
-        array: Any = target.view(-1).view(torch.uint8).numpy()
-        return memoryview(array)
+        return view_bytes(target)
 
 
 @dataclass(frozen=True)

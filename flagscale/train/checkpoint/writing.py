@@ -51,6 +51,7 @@ from flagscale.train.checkpoint.collective_errors import (
 )
 from flagscale.train.checkpoint.stored_archive import ALIGNMENT_BYTES
 from flagscale.train.checkpoint.tensor_archive_writer import has_archive, write_archive
+from flagscale.train.checkpoint.tensor_memory import view_bytes
 
 _FLUSHED_BYTES = 32 << 20
 """Bytes of a file after which the disk begins to write them, while others are copied to its
@@ -248,8 +249,9 @@ def _pad(file: BinaryIO) -> None:
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
     if has_archive(tensor.dtype):
-        array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        write_archive(file, tensor.dtype, tuple(tensor.shape), [memoryview(array)])
+        contiguous = tensor.contiguous()
+        content = [view_bytes(contiguous)]
+        write_archive(file, contiguous.dtype, tuple(contiguous.shape), content)
         return
     buffer = io.BytesIO()
     torch.save(tensor, buffer)

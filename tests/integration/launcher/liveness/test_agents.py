@@ -313,7 +313,7 @@ RANKS = ["--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "3", "--redire
 RANKS += ["--rdzv_id", "x", "--master_addr", "127.0.0.1"]
 TORCHRUN = ["-m", "torch.distributed.run", *RANKS]
 COMMAND = [*python_arguments("flagscale.launcher.rank_processes"), *RANKS, "--first_rank", "0"]
-COMMAND += ["--world_size", "3", "--tee", "0", "--stop_grace", "60"]
+COMMAND += ["--world_size", "3", "--tee", "0", "--stop_grace", "600"]
 LEAVERS = {
     "torchrun": (TORCHRUN, [], "1", "3", "rank 1 ended with exit code 0 at .* while 2 ranks are"),
     "torchrun-at-once": (TORCHRUN, [], "1", "0", "rank 1 ended with exit code 0 at .* while 2 "),
@@ -332,7 +332,7 @@ def start_leaving_ranks(
     files = ["--master_port", str(free_port()), "--log_dir", str(host.root / "h0" / "ranks")]
     python = [sys.executable] if separator else []
     words = [sys.executable, *starter, *files, *separator, *python, str(program)]
-    host.start({"nproc": 3, "stop_grace": 60.0}, command=[*words, leavers, behavior])
+    host.start({"nproc": 3, "stop_grace": 600.0}, command=[*words, leavers, behavior])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,21 @@
+"""Memory of tensors as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, writable.
+
+    The tensor must live as long as its memory is used. It stays resizable, which weights in shards
+    need and ``Tensor.numpy`` would end.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("the tensor is not contiguous or not on the host")
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
