@@ -915,7 +915,15 @@ RARELY_TRAINED = frozenset({
     "fp16-dp2-sharded", "fp8-dp2-sharded", "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
     "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do", "muon-tp2", "muon-moe-ep2",
     "muon-mla-tp2-do", "fp8", "lora-tp2", "lora-compiled-tp2-sp-recompute", "moe-lora-ep2",
-    "mla-moe-lora-tp2-sp-ep2-do",
+    "mla-moe-lora-tp2-sp-ep2-do", "compiled-tied", "compiled-bf16", "compiled-bf16-lean",
+    "compiled-offload-layers", "compiled-dp2-sharded-recompute", "compiled-tp2-sp-selective",
+    "compiled-cp2", "compiled-dp2-do-overlap", "gemma-compiled-tp2-sp-do", "bert-compiled",
+    "bert-bf16-tp2-sp", "bert-tp2-sp-do", "bert-dp2-do-overlap", "mla-cp2", "mla-tp2",
+    "mla-lora-compiled-tp2", "mla-moe-compiled-tp2-sp-ep2-do", "moe-grouped", "moe-ep2",
+    "moe-lora-grouped", "moe-lora-grouped-bf16", "lion-tp2", "lion-moe-ep2", "lora-selective",
+    "lora-recompute-mbs2", "gpt2-tp2-sp", "offload-layers", "lean", "fp16-offload", "bf16-dp2-do",
+    "fp16-dp2-do", "dp2-do-overlap", "cp2", "pp2", "tp2-sp", "replicas-1x1+1x3", "replicas-three",
+    "mtp-lora-pp2-do", "mtp-cp2-do", "mtp-dp2-sharded", "mesh-1+1+1-eager", "mesh-auto-all-losses",
 })  # fmt: skip
 """Smaller layouts whose features are covered by other layouts. They are slow tests as well."""
 

@@ -70,6 +70,7 @@ def test_host_without_the_backend_is_named(bed: Bed, tmp_path: Path) -> None:
     assert message in rows["h01"][1]
 
 
+@pytest.mark.slow
 def test_example_checks_every_operation_on_two_hosts(bed: Bed, tmp_path: Path) -> None:
     option = "train.system.comm.socket_ifname=eth0"
     words = ["action=test", "train.system.distributed_backend=gloo", option]

@@ -28,6 +28,7 @@ def _run(*arguments: str | Path) -> str:
     return completed.stdout
 
 
+@pytest.mark.slow
 def test_variants_alternate_in_fresh_processes(tmp_path: Path) -> None:
     result = tmp_path / "groups.json"
     out = _run(

@@ -91,7 +91,8 @@ SLOW_LAYOUTS = {
     *("meshes", "tied-meshes-turned-do", "meshes-vpp2-do", "meshes-cp2-do", "moe-meshes-ep2-do"),
     *("moe-last-one-do", "moe-grouped-ep2-do", "moe-grouped", "tied-pp2"),
     *("dp2", "pp2", "cp2-do", "bert-pp2-do", "sgd-one", "sgd-tp2"),
-    *("mtp-meshes-do", "mtp-pp2-do", "moe-ep2-dp2-do-hybrid"),
+    *("mtp-meshes-do", "mtp-pp2-do", "moe-ep2-dp2-do-hybrid", "moe-lora-grouped-ep2-do"),
+    *("compiled-tp2-do", "muon-moe-grouped-do", "lion-bf16-pp2", "muon-bf16-pp2", "moe-meshes-do"),
 }
 """Layouts that seldom detect an error that the others do not detect."""
 

@@ -190,7 +190,7 @@ def test_an_mtp_layer_shares_the_embedding(
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_command_compares_logits(
     models: ForeignModelRuns, tmp_path: Path, precision: str
 ) -> None:

@@ -7,6 +7,7 @@ the update.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ HYPERPARAMETERS = [
     ("train_samples", "samples", "--train-samples 24"),
 ]
 """Changed hyperparameters: argument, run and changed flags."""
+RARELY_TRIED = {
+    "adam": """adam_beta2 adam_eps lr_decay_samples lr_warmup_samples embedding_init_method_std
+    attention_softmax_in_fp32 norm_init_weight attention_dropout apply_wd_to_qk_layernorm""",
+    "adam-do": "lr adam_beta1",
+    "constant": "lr",
+    "decay": "end_weight_decay",
+    "decoupled": "decoupled_min_lr",
+    "decoupled-do": "decoupled_lr",
+    "files": "eod_mask_loss",
+    "fp16-constant": "loss_scale",
+    "lion": "lion_beta2",
+    "lora": "lora_in_init_method",
+    "moe": """moe_z_loss_coeff moe_router_dtype moe_input_jitter_eps moe_grouped_gemm
+    moe_router_force_load_balancing""",
+    "moe-capacity": "moe_pad_expert_input_to_capacity",
+    "muon": "adam_beta1 weight_decay",
+    "muon-bf16-do": "muon_scale_mode",
+    "samples": "train_samples",
+    "sgd-bf16": "sgd_momentum",
+    "warmup": "lr_warmup_init",
+    "wsd": "lr_wsd_decay_samples lr_wsd_decay_style",
+}
+"""Arguments, by run, whose change seldom finds an error that others do not find."""
 CHANGES = [
     ("attention_dropout", "adam", "--attention-dropout 0.5"),
     ("hidden_dropout", "adam", "--hidden-dropout 0.5"),
@@ -210,9 +234,23 @@ def make_run(root: Path, name: str, function: str, flags: str, **parameters: Any
     return {"id": name, "function": function, "argv": argv, **parameters}
 
 
+def mark_slow(changes: Sequence[tuple[str, str, str]]) -> list[Any]:
+    """Return parameters of tests, marked slow if they are rarely tried."""
+    rare = {(name, run) for run, names in RARELY_TRIED.items() for name in names.split()}
+    return [
+        pytest.param(c, id=case_id(c), marks=[pytest.mark.slow] if c[:2] in rare else [])
+        for c in changes
+    ]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Train and save every run, and resume it with every change."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Train and save every run, and resume it with every change that a selected test needs."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    callspecs = [callspec for item in tests if (callspec := getattr(item, "callspec", None))]
+    selected = {callspec.params.get("change") for callspec in callspecs}
     lab = CheckpointLab(tmp_path_factory.mktemp("resumed"))
     root = lab.root
     write_short_documents(root / "web")
@@ -224,7 +262,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     both = {"steps": STEPS, "steps_after": STEPS_AFTER}
     cases = [resume(f"{run} resumed", run, "") for run in RUNS]
-    for change in HYPERPARAMETERS:
+    for change in (change for change in HYPERPARAMETERS if change in selected):
         _, run, flags = change
         name = case_id(change)
         cases += [
@@ -234,7 +272,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         switched = make_run(root, f"{name} switched", "switch_and_go_on", RUNS[run], **both)
         switched["switched_argv"] = f"{RUNS[run]} {flags}".split()
         cases.append(switched)
-    cases += [resume(case_id(change), change[1], change[2]) for change in (*CHANGES, *REFUSED)]
+    cases += [
+        resume(case_id(change), change[1], change[2])
+        for change in (*CHANGES, *REFUSED)
+        if change in selected
+    ]
     cases += [
         resume(f"{run} evaluated", run, "--skip-train", "evaluate")
         for run in {run for run, _ in EVALUATED}
@@ -282,7 +324,7 @@ def test_unchanged_run_continues_like_the_uninterrupted_one(
     assert "\n" not in results[f"{run} resumed"]["report"]
 
 
-@pytest.mark.parametrize("change", HYPERPARAMETERS, ids=case_id)
+@pytest.mark.parametrize("change", mark_slow(HYPERPARAMETERS))
 def test_override_takes_the_hyperparameters_of_the_arguments(
     change: tuple[str, str, str], results: dict[str, Any]
 ) -> None:
@@ -295,7 +337,7 @@ def test_override_takes_the_hyperparameters_of_the_arguments(
     assert "(override_opt_param_scheduler): " in report and change[0] in report
 
 
-@pytest.mark.parametrize("change", HYPERPARAMETERS, ids=case_id)
+@pytest.mark.parametrize("change", mark_slow(HYPERPARAMETERS))
 def test_hyperparameters_of_the_checkpoint_are_kept_on_request(
     change: tuple[str, str, str], results: dict[str, Any]
 ) -> None:
@@ -311,7 +353,7 @@ def test_decoupled_rate_can_be_added(results: dict[str, Any]) -> None:
     assert taken[1] != losses(results, "adam resumed")[1]
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=case_id)
+@pytest.mark.parametrize("change", mark_slow(CHANGES))
 def test_other_changes_are_taken_and_noted(
     change: tuple[str, str, str], results: dict[str, Any]
 ) -> None:

@@ -47,7 +47,13 @@ def describe_fault(case: dict[str, Any]) -> str:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "nodes" in name else [])
+        for name in TRANSPORTS
+    ],
+)
 def test_departure_is_told_in_this_group_alone(built_extension: None, transport: str) -> None:
     operation, variables = TRANSPORTS[transport]
     program = subprocess.run(

@@ -27,6 +27,7 @@ def run_soak_tool(result: Path, *words: str, seconds: float) -> list[dict[str, A
     return rounds
 
 
+@pytest.mark.slow
 def test_soak_tool_runs_a_few_rounds(built_extension: None, tmp_path: Path) -> None:
     rounds = run_soak_tool(tmp_path / "soak.json", "--rounds", "6", "--round", "0.5", seconds=90)
     kills = [kill for entry in rounds for kill in entry["kills"]]
