@@ -94,7 +94,8 @@ def train_undisturbed(minutes: float, busy: int, seed: int) -> dict[str, Any]:
                     hangs |= {_read_job(lab).get("hang")} - {None, ""}
             finally:
                 processes.end()
-            job, steps = _read_job(lab), run.read_steps(0)
+            job, steps, end_time = _read_job(lab), run.read_steps(0), time.time()
+            state = lab.query()["state"]
             stragglers = sum(event.event == "stragglers" for event in read_events_of_ranks(lab))
             lab.run_action("stop", timeout=180)
             return {
@@ -102,7 +103,8 @@ def train_undisturbed(minutes: float, busy: int, seed: int) -> dict[str, Any]:
                 "mean_load": round(sum(loads) / len(loads), 1),
                 "largest_load": round(max(loads), 1),
                 "steps": max(step for _, step in steps),
-                "longest_gap": _longest_gap([moment for moment, _ in steps]),
+                "longest_gap": _longest_gap([*(moment for moment, _ in steps), end_time]),
+                "state": state,
                 "attempts": job["attempt"],
                 "replaced": job.get("replaced", {}),
                 "sick": job.get("sick", {}),
@@ -153,7 +155,7 @@ def _longest_gap(moments: list[float]) -> float:
 
 
 def main() -> int:
-    """Train, and return 4 if there was a false alarm or a process is left."""
+    """Train, and return 4 if there was a false alarm, training ended, or a process is left."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=60, help="default: %(default)s")
     parser.add_argument(
@@ -167,6 +169,8 @@ def main() -> int:
     record = {
         **machine.describe_machine("flagscale", "torch"),
         "hosts": _HOSTS,
+        "busy": options.busy,
+        "seed": options.seed,
         "hosts_are": "namespaces of this machine",
         "lost_host_timeout": _LOST_HOST_TIMEOUT,
         "hang_detection_timeout": _HANG_TIMEOUT,
@@ -176,7 +180,8 @@ def main() -> int:
     if options.output:
         write_json(options.output, record)
     alarms = figures["replaced"] or figures["sick"] or figures["hangs"] or figures["processes"]
-    return 4 if alarms or figures["attempts"] > 1 else 0
+    is_disturbed = figures["attempts"] > 1 or figures["state"] != "running"
+    return 4 if alarms or is_disturbed else 0
 
 
 if __name__ == "__main__":

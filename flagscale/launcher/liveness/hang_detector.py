@@ -169,7 +169,8 @@ class HangDetector:
         if now - self._last_progress_at <= self._policy.start_timeout:
             return
         self._is_stall_reported = True
-        host = min(hosts, key=lambda host: host.joined - host.nproc)
+        # A host that has not reported its number of ranks comes first.
+        host = min(hosts, key=lambda host: (bool(host.nproc), host.joined - host.nproc))
         seconds = self._policy.start_timeout
         reason = f"has ranks that did not join within {seconds:g} s of a restart"
         failure = host_failure(host.name, reason, self._output_path)

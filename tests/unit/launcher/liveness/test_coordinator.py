@@ -905,17 +905,23 @@ def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
     assert DumpStacks in job.order_types()
 
 
-def test_a_restart_whose_ranks_do_not_join() -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param({"joined": 0}, id="none"), pytest.param({"nproc": 0, "joined": 0}, id="silent")],
+)
+def test_a_restart_whose_ranks_do_not_join(fields: dict[str, int]) -> None:
     job = Job(max_restarts=3)
     job.run(5)
     job.send_failure(0, 0)
     for host in (0, 1):
         job.send_end(host)
-    job.fields[1] = {"joined": 0}
+    job.fields[1] = dict(fields)
     job.run(50)
     job.moving = False
     job.run(110)
-    assert "did not join within 100 s of a restart" in str(job.coordinator.failure)
+    assert job.coordinator.failure is not None
+    assert job.coordinator.failure.host == "h1"
+    assert "did not join within 100 s of a restart" in job.coordinator.failure.reason
 
 
 def test_a_restart_that_ends_well_after_long_without_progress() -> None:
