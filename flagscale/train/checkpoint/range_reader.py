@@ -1,8 +1,8 @@
 """Loading of a checkpoint's tensors by ranges, from a disk or from object storage.
 
 Each rank reads the byte ranges of the chunks that overlap its shards. Several threads read and
-verify checksums. The bytes of a tensor in host memory that a chunk fills are read to where they
-belong; others are copied there by another thread meanwhile.
+verify checksums. The bytes of a chunk that fills a tensor in host memory are read directly into it;
+those of others are copied from a buffer by another thread meanwhile.
 
 Of a checkpoint in object storage, the small files are copied to a temporary directory, which then
 stands for the checkpoint. If the staging directory of the host has a copy of its tensors from the
@@ -60,16 +60,20 @@ _MAX_GAP_BYTES = 1 << 20
 """Bytes between two chunks that are read together, which takes less time than another request."""
 _DAMAGE_HINT = "remove this checkpoint to continue from the previous one"
 _DISK_STREAMS = 2
-"""Files of a disk that are read at the same time, each from its begin to its end: a disk, and what
-the kernel reads ahead, are faster in order."""
+"""Files of a disk that are read at the same time, each sequentially: a disk, and what the kernel
+reads ahead, are faster in order."""
+_MAX_OPEN_FILES = 16
+"""Files of a disk that stay open. A rank may need more than a process may open."""
+_MAX_PENDING_SPANS = 32
+"""Spans that are read ahead at most, as each has a buffer."""
 _VERIFIERS = 2
 """Threads that verify checksums of what was read."""
 _MAX_PIECES = 1024
 """Pieces of memory that one system call fills (IOV_MAX)."""
 _MIN_DIRECT_BYTES = 64 << 10
-"""Size of tensors from which on their bytes are read to where they belong."""
+"""Minimum size of tensors whose bytes are read directly into the destination tensor."""
 _MAX_ENVELOPE_BYTES = 16 << 10
-"""Bytes of an archive besides those of its tensor, at most."""
+"""Maximum size of an archive's envelope: its bytes without those of the tensor."""
 
 
 class CheckpointFiles(Protocol):
@@ -88,22 +92,25 @@ class CheckpointFiles(Protocol):
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers, one after the other, with the bytes of a file from ``begin`` on.
 
-        Any thread may call it.
+        Any thread may call it, for one file as many at the same time as :attr:`stream_readers`.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: they cannot be read, or the file ends before.
+            OSError: they cannot be read.
         """
         ...
 
 
 class DiskFiles:
-    """Files of a checkpoint on a disk."""
+    """Files of a checkpoint on a disk. The latest ones stay open, since the kernel reads ahead of
+    where the same open file was read before.
+    """
 
     stream_count, stream_readers = _DISK_STREAMS, 1
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # The kernel reads ahead of where the same open file was read before.
+        self._lock = threading.Lock()
         self._open_files: dict[str, BinaryIO] = {}
 
     def close(self) -> None:
@@ -112,22 +119,29 @@ class DiskFiles:
             file.close()
         self._open_files.clear()
 
+    def _open(self, name: str) -> BinaryIO:
+        with self._lock:
+            if name not in self._open_files:
+                if len(self._open_files) == _MAX_OPEN_FILES:
+                    # The first one in the dictionary was opened first. It has been read.
+                    self._open_files.pop(next(iter(self._open_files))).close()
+                self._open_files[name] = (self._directory / name).open("rb", buffering=0)
+            return self._open_files[name]
+
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers; see :class:`CheckpointFiles`."""
         if Path(name).name != name:
             raise CheckpointError(f"{self._directory}: {name!r} is not a file next to its metadata")
         path, memory = self._directory / name, ScatteredBytes(buffers)
         filled, size = 0, len(memory)
-        if name not in self._open_files:
-            self._open_files[name] = path.open("rb", buffering=0)
-        descriptor = self._open_files[name].fileno()
+        descriptor = self._open(name).fileno()
         while filled < size:
             pieces = memory.pieces(filled, size)[:_MAX_PIECES]
             count = os.preadv(descriptor, pieces, begin + filled)
             if not count:
                 raise CheckpointError(
-                    f"{path} is not as it was written: it ends before {size} bytes that belong "
-                    "to a tensor",
+                    f"{path} is not as it was written: it ends within the {size} bytes from "
+                    f"{begin} on",
                     hint=_DAMAGE_HINT,
                 )
             filled += count
@@ -242,12 +256,12 @@ def open_checkpoint(
 @contextmanager
 def _read_by_ranges(directory: Path, files: CheckpointFiles, *, verify: bool) -> Iterator[None]:
     """Return a context manager in which megatron.core reads a directory by :class:`RangeReader`."""
-    original = torch_strategies._get_filesystem_reader
+    original, data_positions = torch_strategies._get_filesystem_reader, dict[int, int]()
 
     def create_reader(path: Any, cache_metadata: bool = False) -> Any:
         if Path(path) != directory:
             return original(path, cache_metadata)
-        return RangeReader(directory, files, verify=verify)
+        return RangeReader(directory, files, verify=verify, data_positions=data_positions)
 
     torch_strategies._get_filesystem_reader = create_reader
     try:
@@ -269,8 +283,8 @@ class _Chunk:
         """True for an object, False for a tensor."""
         return bool(self.items[0].type == LoadItemType.BYTE_IO)
 
-    def find_target(self, planner: LoadPlanner) -> memoryview | None:
-        """Return the memory of the tensor that the chunk fills; None if it cannot be read there."""
+    def find_target(self, planner: LoadPlanner) -> torch.Tensor | None:
+        """Return the tensor that the chunk fills; None if it cannot be read directly into it."""
         if self.is_object or len(self.items) > 1:
             return None
         target = planner.resolve_tensor(self.items[0]).detach()
@@ -282,7 +296,7 @@ class _Chunk:
             or not 0 < envelope_bytes <= _MAX_ENVELOPE_BYTES
         ):
             return None
-        return view_bytes(target)
+        return target
 
 
 @dataclass(frozen=True)
@@ -313,7 +327,8 @@ class _Buffers:
                 self._free = [other for other in self._free if other is not buffer]
                 return buffer
         if self._free:
-            self._free.remove(min(self._free, key=len))
+            smallest = min(self._free, key=len)
+            self._free = [other for other in self._free if other is not smallest]
         return torch.empty(max(size, PART_BYTES), dtype=torch.uint8)
 
     def give_back(self, buffer: torch.Tensor) -> None:
@@ -388,14 +403,29 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
     """Reader of torch.distributed.checkpoint that reads tensors by ranges.
 
     Several ranges are read at the same time. Memory holds about ``CONCURRENT_PARTS * PART_BYTES``
-    that are read ahead, or two chunks if those are larger.
+    that are read ahead, or two spans if those are larger.
     """
 
-    def __init__(self, directory: Path, files: CheckpointFiles, *, verify: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        files: CheckpointFiles,
+        *,
+        verify: bool,
+        data_positions: dict[int, int] | None = None,
+    ) -> None:
+        """Create a reader.
+
+        Args:
+            directory: directory with the metadata of the checkpoint.
+            files: files with the tensors.
+            verify: compare checksums.
+            data_positions: positions of the bytes of a tensor in its archive, by the size of its
+                envelope, which the reader completes. Readers of one checkpoint may share them.
+        """
         super().__init__(directory)
         self._files, self._verify = files, verify
-        self._data_positions: dict[int, int] = {}
-        """Positions of the bytes of a tensor in its archive, by the number of bytes besides."""
+        self._data_positions = {} if data_positions is None else data_positions
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read the items of a plan; see the base class."""
@@ -423,38 +453,50 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
         planner: LoadPlanner,
     ) -> Iterator[_SpanReading]:
         """Yield spans in order of reading, and read the following ones meanwhile."""
-        pending: deque[tuple[_SpanReading, torch.Tensor]] = deque()
+        pending: deque[tuple[_SpanReading, torch.Tensor, Mapping[int, torch.Tensor]]] = deque()
         remaining, buffers = deque(_assign_streams(spans, len(streams))), _Buffers()
+        addresses = set[int]()
         while pending or remaining:
             while remaining and (
                 len(pending) < 2
-                or sum(reading.span.size for reading, _ in pending) < CONCURRENT_PARTS * PART_BYTES
+                or (
+                    len(pending) < _MAX_PENDING_SPANS
+                    and sum(item[0].span.size for item in pending) < CONCURRENT_PARTS * PART_BYTES
+                )
             ):
                 stream, span = remaining.popleft()
-                targets = self._find_targets(span, planner)
-                buffer = buffers.take(span.size - sum(map(len, targets.values())))
-                memory = _insert_targets(targets, buffer, span.size)
+                targets = self._find_targets(span, planner, addresses)
+                views = {begin: view_bytes(target) for begin, target in targets.items()}
+                buffer = buffers.take(span.size - sum(map(len, views.values())))
+                memory = _insert_targets(views, buffer, span.size)
                 open_chunk = partial(self._open, span.name)
                 reading = _SpanReading(
                     span, memory, self._files, streams[stream], verifiers, open_chunk
                 )
-                pending.append((reading, buffer))
-            reading, buffer = pending.popleft()
+                pending.append((reading, buffer, targets))  # whose memory it is read to
+            reading, buffer, _ = pending.popleft()
             yield reading
             buffers.give_back(buffer)
 
-    def _find_targets(self, span: _Span, planner: LoadPlanner) -> dict[int, memoryview]:
-        """Return the memory of tensors to read to, by the first of its bytes in the span.
+    def _find_targets(
+        self, span: _Span, planner: LoadPlanner, addresses: set[int]
+    ) -> dict[int, torch.Tensor]:
+        """Return the tensors to read directly into, by the first of their bytes in the span.
+
+        ``addresses`` are those of earlier tensors. Two chunks may belong to one tensor, and the
+        later one has to come last.
 
         An archive tells only after it was read where the bytes of its tensor are in it. They are
-        expected where they were in others with as many bytes besides. If they are elsewhere,
+        expected where they were in others with an envelope of the same size. If they are elsewhere,
         :func:`open_tensor` copies them.
         """
         targets = {}
         for chunk in span.chunks:
             target = chunk.find_target(planner)
-            if target is not None:
-                position = self._data_positions.get(chunk.end - chunk.begin - len(target))
+            if target is not None and target.data_ptr() not in addresses:
+                addresses.add(target.data_ptr())
+                size = target.numel() * target.element_size()
+                position = self._data_positions.get(chunk.end - chunk.begin - size)
                 if position:
                     targets[chunk.begin - span.begin + position] = target
         return targets

@@ -108,7 +108,7 @@ class StoredArchive:
         """
         begin = self._position - self._begin
         for record in self._records:
-            self._write(_describe(record))
+            self._write(_build_central_entry(record))
         end = self._position - self._begin
         size, count = end - begin, len(self._records)
         if begin >= _LIMIT:
@@ -133,7 +133,7 @@ def _build_field(identifier: int, content: bytes) -> bytes:
     return _EXTRA_HEADER.pack(identifier, len(content)) + content
 
 
-def _describe(record: StoredRecord) -> bytes:
+def _build_central_entry(record: StoredRecord) -> bytes:
     """Return the entry of a record in the directory."""
     numbers = (record.size, record.size, record.header)
     large = [number for number in numbers if number >= _LIMIT]

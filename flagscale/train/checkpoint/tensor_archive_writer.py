@@ -50,6 +50,7 @@ def write_archive(
 
     Raises:
         OSError: the file cannot be written.
+        ValueError: the content has another size than the tensor.
     """
     archive = StoredArchive(file)
     description = _pickle_description(dtype, shape)

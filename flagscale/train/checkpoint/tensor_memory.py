@@ -8,10 +8,13 @@ import torch
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the host, writable.
+    """Return the memory of a contiguous tensor on the host, writable unless it is empty.
 
-    The tensor must live as long as its memory is used. It stays resizable, which weights in shards
-    need and ``Tensor.numpy`` would end.
+    The tensor must live as long as its memory is used. Its storage stays resizable, which weights
+    in shards need and ``Tensor.numpy`` would end.
+
+    Raises:
+        ValueError: the tensor is not contiguous or not on the host.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous or not on the host")

@@ -54,8 +54,7 @@ from flagscale.train.checkpoint.tensor_archive_writer import has_archive, write_
 from flagscale.train.checkpoint.tensor_memory import view_bytes
 
 _FLUSHED_BYTES = 32 << 20
-"""Bytes of a file after which the disk begins to write them, while others are copied to its
-cache."""
+"""Bytes of tensors after which their writeback is started, instead of by the fsync at the end."""
 _STORAGE_BACKEND, _STORAGE_VERSION = "torch_dist", 1
 
 
@@ -248,7 +247,7 @@ def _pad(file: BinaryIO) -> None:
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
-    if has_archive(tensor.dtype):
+    if has_archive(tensor.dtype) and type(tensor) in (torch.Tensor, torch.nn.Parameter):
         contiguous = tensor.contiguous()
         content = [view_bytes(contiguous)]
         write_archive(file, contiguous.dtype, tuple(contiguous.shape), content)
