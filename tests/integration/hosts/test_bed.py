@@ -13,6 +13,7 @@ import pytest
 from bed import plugin
 from bed.lab import Bed
 from bed.plugin import MakeBed
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -37,7 +38,7 @@ def test_hosts_have_their_own_name_processes_and_tmp(bed: Bed, tmp_path: Path) -
     assert run_ssh(bed, "node-a", "hostname") == "node-a\n"
     assert run_ssh(bed, "node-b", "hostname") == "node-b\n"
     run_ssh(bed, "node-a", "nohup sleep 300 >/dev/null 2>&1 </dev/null &")
-    assert len(a.find("sleep", "300")) == 1
+    wait_for(lambda: len(a.find("sleep", "300")) == 1)
     assert b.find("sleep") == []
     run_ssh(bed, "node-a", "touch /tmp/mine /dev/shm/mine; touch " + str(tmp_path / "ours"))
     assert run_ssh(bed, "node-b", "ls /tmp /dev/shm").count("mine") == 0

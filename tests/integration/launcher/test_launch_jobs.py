@@ -374,7 +374,8 @@ def test_a_space_in_every_path(spaced_lab: Lab) -> None:
 def test_launcher_killed_while_waiting(lab: Lab) -> None:
     lab.configure(REPORTING, light=True, envs={"TOY_PLAN": "hang,hang"})
     launcher = lab.start("run")
-    wait_for(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
+    # Until a program has reported anything, it counts as one that never reports.
+    wait_for(lambda: lab.layout.state.exists() and lab.output().count("hello from") == 2)
     launcher.kill()
     launcher.communicate()
     assert query(lab)["state"] == "starting"
