@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Environment with a program `flagscale`, for a directory with an experiment."""
     program = tmp_path / "bin" / "flagscale"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flagscale.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m flagscale.cli "$@"\n')
     program.chmod(0o755)
     (tmp_path / "conf").symlink_to(PROJECT / "examples/llama3/conf")
     path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"

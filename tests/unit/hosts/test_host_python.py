@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,9 @@ def run_answer(tmp_path: Path, executable: str, setup: str) -> tuple[int, str, s
     """Run :func:`answer` in a module of ``tmp_path``, with ``executable`` after ``setup``."""
     (tmp_path / "answering.py").write_text(Path(__file__).read_text(encoding="utf-8"))
     task = WorkerTask.create("answering:answer", Question("WORKER"))
-    setup = f"export PYTHONPATH='{tmp_path}'\n{setup}"
+    # A Python outside of this environment has no pytest, which this module imports.
+    paths = os.pathsep.join((str(tmp_path), sysconfig.get_path("purelib")))
+    setup = f"export PYTHONPATH={shlex.quote(paths)}\n{setup}"
     python = HostPython(executable, setup, PROJECT)
     result = run_on_host(LocalConnection("here"), task, timeout=60, python=python)
     return result.exit_status, result.text.strip(), result.error_text
