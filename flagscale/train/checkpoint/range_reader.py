@@ -453,7 +453,7 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
         planner: LoadPlanner,
     ) -> Iterator[_SpanReading]:
         """Yield spans in order of reading, and read the following ones meanwhile."""
-        pending: deque[tuple[_SpanReading, torch.Tensor, Mapping[int, torch.Tensor]]] = deque()
+        pending: deque[tuple[_SpanReading, torch.Tensor]] = deque()
         remaining, buffers = deque(_assign_streams(spans, len(streams))), _Buffers()
         addresses = set[int]()
         while pending or remaining:
@@ -461,7 +461,8 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
                 len(pending) < 2
                 or (
                     len(pending) < _MAX_PENDING_SPANS
-                    and sum(item[0].span.size for item in pending) < CONCURRENT_PARTS * PART_BYTES
+                    and sum(reading.span.size for reading, _ in pending)
+                    < CONCURRENT_PARTS * PART_BYTES
                 )
             ):
                 stream, span = remaining.popleft()
@@ -473,8 +474,8 @@ class RangeReader(CachedMetadataFileSystemReader):  # type: ignore[misc]
                 reading = _SpanReading(
                     span, memory, self._files, streams[stream], verifiers, open_chunk
                 )
-                pending.append((reading, buffer, targets))  # whose memory it is read to
-            reading, buffer, _ = pending.popleft()
+                pending.append((reading, buffer))
+            reading, buffer = pending.popleft()
             yield reading
             buffers.give_back(buffer)
 
@@ -531,8 +532,7 @@ def _insert_targets(
         buffer: memory of all other bytes.
         size: number of all bytes.
     """
-    array: Any = buffer.numpy()
-    free, pieces, position = memoryview(array), list[memoryview](), 0
+    free, pieces, position = view_bytes(buffer), list[memoryview](), 0
     for begin, target in sorted(targets.items()):
         pieces += [free[: begin - position], target]
         free, position = free[begin - position :], begin + len(target)

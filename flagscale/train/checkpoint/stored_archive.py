@@ -121,12 +121,26 @@ class StoredArchive:
         return self._position - self._begin
 
     def _write(self, content: bytes | memoryview) -> None:
-        """Write all of the content. A file without a buffer may write less than all at once."""
-        rest = memoryview(content).cast("B")
-        while rest:
-            count = self._file.write(rest)
-            self._position += count
-            rest = rest[count:]
+        self._position += write_all(self._file, content)
+
+
+def write_all(file: BinaryIO, content: bytes | memoryview) -> int:
+    """Write all of a content to a file without a buffer, which may write less than all at once.
+
+    Returns:
+        The number of bytes.
+    """
+    rest = memoryview(content).cast("B")
+    size = len(rest)
+    while rest:
+        rest = rest[file.write(rest) :]
+    return size
+
+
+def pad_to_alignment(file: BinaryIO) -> int:
+    """Pad a file so that aligned contents of an archive are aligned in it; return its position."""
+    position = file.tell()
+    return position + write_all(file, bytes(-position % ALIGNMENT_BYTES))
 
 
 def _build_field(identifier: int, content: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -10,8 +11,8 @@ import torch
 def view_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host, writable unless it is empty.
 
-    The tensor must live as long as its memory is used. Its storage stays resizable, which weights
-    in shards need and ``Tensor.numpy`` would end.
+    The result keeps the tensor alive. Its storage stays resizable, which weights in shards need and
+    ``Tensor.numpy`` would end.
 
     Raises:
         ValueError: the tensor is not contiguous or not on the host.
@@ -21,4 +22,6 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    array: Any = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.owner = tensor
+    return memoryview(array).cast("B")

@@ -49,7 +49,7 @@ from flagscale.train.checkpoint.collective_errors import (
     raise_on_all_ranks,
     run_on_rank_0,
 )
-from flagscale.train.checkpoint.stored_archive import ALIGNMENT_BYTES
+from flagscale.train.checkpoint.stored_archive import pad_to_alignment, write_all
 from flagscale.train.checkpoint.tensor_archive_writer import has_archive, write_archive
 from flagscale.train.checkpoint.tensor_memory import view_bytes
 
@@ -222,12 +222,11 @@ def _write_bucket(bucket: Any) -> list[Any] | Exception:
         # Without a buffer: tensors are written from their own memory.
         with Path(path).open("wb", buffering=0) as file:
             for item, content in (*objects, *tensors):
-                _pad(file)
-                begin = file.tell()
+                begin = pad_to_alignment(file)
                 if isinstance(content, torch.Tensor):
                     _write_tensor(file, content)
                 else:
-                    _write_all(file, content.getbuffer())
+                    write_all(file, content.getbuffer())
                 length = file.tell() - begin
                 location = _StorageInfo(name, begin, length)
                 results.append(TensorResult(item.index, length, location))
@@ -241,26 +240,14 @@ def _write_bucket(bucket: Any) -> list[Any] | Exception:
     return results
 
 
-def _pad(file: BinaryIO) -> None:
-    """Pad a file so that the bytes of the next tensor are aligned in it."""
-    _write_all(file, bytes(-file.tell() % ALIGNMENT_BYTES))
-
-
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
     if has_archive(tensor.dtype) and type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        contiguous = tensor.contiguous()
-        content = [view_bytes(contiguous)]
-        write_archive(file, contiguous.dtype, tuple(contiguous.shape), content)
+        content = [view_bytes(tensor.contiguous())]
+        write_archive(file, tensor.dtype, tuple(tensor.shape), content)
         return
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
-    _write_all(file, buffer.getbuffer())
-
-
-def _write_all(file: BinaryIO, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
+    write_all(file, buffer.getbuffer())
 
 
 class _BackgroundWriter:

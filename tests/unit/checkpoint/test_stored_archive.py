@@ -92,6 +92,24 @@ def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...]) -> None:
     assert torch.equal(loaded, tensor)
 
 
+def test_memory_keeps_its_tensor_alive() -> None:
+    import gc
+    import weakref
+
+    import torch
+
+    from flagscale.train.checkpoint.tensor_memory import view_bytes
+
+    tensor = torch.zeros(3)
+    alive, part = weakref.ref(tensor), view_bytes(tensor)[4:8]
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    del part
+    gc.collect()
+    assert alive() is None
+
+
 def test_memory_of_a_tensor_leaves_it_resizable() -> None:
     import torch
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -36,10 +36,10 @@ from flagscale.train.checkpoint.formats.lazy_tensors import (
 from flagscale.train.checkpoint.formats.resumable_directory import ResumableDirectory
 from flagscale.train.checkpoint.formats.span_checksums import FileSpan
 from flagscale.train.checkpoint.formats.torch_archive import write_tensor
+from flagscale.train.checkpoint.stored_archive import pad_to_alignment
 
 _MAX_CHUNK_BYTES = 64 << 20
 _MAX_FILE_BYTES = 4 << 30
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -159,20 +159,14 @@ class DistributedCheckpointWriter:
         locations, spans = [], []
         with (self._output.directory / name).open("wb") as file:
             for chunk in chunks:
-                begin = _pad_to_alignment(file)
+                begin = pad_to_alignment(file)
                 length, span = write_tensor(file, chunk.tensor, chunk.region, self._report)
                 locations.append([begin, length])
                 spans.append(span)
             if with_empty_object:
-                begin = _pad_to_alignment(file)
+                begin = pad_to_alignment(file)
                 locations.append([begin, file.write(_serialize_empty_object())])
         return locations, spans
-
-
-def _pad_to_alignment(file: BinaryIO) -> int:
-    """Pad a file to the alignment of tensors and return the position."""
-    file.write(b"\0" * (-file.tell() % _ALIGNMENT_BYTES))
-    return file.tell()
 
 
 def _iter_chunks(tensor: LazyTensor) -> Iterator[Region]:
