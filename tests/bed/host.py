@@ -243,7 +243,7 @@ class Host:
     def stop_sshd(self) -> None:
         """End the listener and wait until its port is closed; open sessions stay alive."""
         self.signal_sshd(signal.SIGKILL)
-        wait_for(lambda: self.find_sshd() is None, f"end of sshd of {self.name}", interval=0.01)
+        wait_for(lambda: self.find_sshd() is None, f"end of sshd of {self.name}", seconds=10)
 
     def start_sshd(self, **options: str) -> None:
         """Start the listener, with further sshd_config ``options``, and wait for its banner."""

@@ -107,9 +107,9 @@ class Slurm:
         """Return the ids of pending, running and ending jobs."""
         return self.run("squeue", "--noheader", "--format=%i").split()
 
-    def wait_until_no_jobs(self) -> None:
+    def wait_until_no_jobs(self, seconds: float = 20) -> None:
         """Wait until all jobs have ended."""
-        wait_for(lambda: not self.list_jobs(), "the end of all jobs", interval=0.1)
+        wait_for(lambda: not self.list_jobs(), "the end of all jobs", seconds, interval=0.1)
 
     @contextmanager
     def without_controller(self) -> Iterator[None]:

@@ -178,9 +178,9 @@ class Lab:
         """Return the live processes of the run."""
         return processes.find_run_processes(self.state().run_id)
 
-    def wait_until_ended(self) -> None:
+    def wait_until_ended(self, seconds: float = 60) -> None:
         """Wait until all processes of the run have ended."""
-        wait_for(lambda: not self.run_processes())
+        wait_for(lambda: not self.run_processes(), seconds=seconds)
 
     def kill_processes(self) -> None:
         """Kill all processes that are still running."""

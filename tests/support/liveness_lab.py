@@ -256,9 +256,9 @@ class AgentHosts:
                 raise AssertionError(self.read_outputs()) from None
         return [host.agent.returncode for host in self.hosts]
 
-    def wait_until_ended(self) -> None:
+    def wait_until_ended(self, seconds: float = 60) -> None:
         """Wait until all processes of the run have ended."""
-        wait_for(lambda: not any(host.run_processes() for host in self.hosts))
+        wait_for(lambda: not any(host.run_processes() for host in self.hosts), seconds=seconds)
 
     def job_summary(self) -> dict[str, Any]:
         """Return the coordinator's summary of the job."""

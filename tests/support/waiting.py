@@ -10,7 +10,8 @@ PATIENCE_SECONDS = 180.0
 """The limit of everything that a test waits for.
 
 It is long because it costs nothing where all is well, and a machine that runs other work may need
-many times the usual time. A shorter limit is right only where the delay itself is tested.
+many times the usual time. A shorter limit is right where the delay itself is tested, and for the
+end of processes, which would end by themselves some time.
 """
 
 

@@ -174,7 +174,7 @@ def test_lost_host_exits_with_3_and_no_process_remains(bed: Bed, tmp_path: Path)
         assert process.returncode == 3
         assert "error: lost during the measurement:\nh01: " in err
         # A process whose connection was closed needs time of a busy machine to end.
-        wait_for(lambda: bed["h00"].find("flagscale.bench") == [])
+        wait_for(lambda: bed["h00"].find("flagscale.bench") == [], seconds=10)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
@@ -186,7 +186,7 @@ def test_no_process_or_file_remains_on_hosts(
         process.wait(timeout=PATIENCE_SECONDS)
         expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
         assert process.returncode == expected
-        wait_for(lambda: not find_ranks(bed), "no rank remains")
+        wait_for(lambda: not find_ranks(bed), "no rank remains", seconds=30)
         wait_for(
             lambda: not any(list_scratch_directories(host) for host in bed.hosts), "no file remains"
         )

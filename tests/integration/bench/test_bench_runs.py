@@ -265,7 +265,7 @@ def test_terminated_run_ends_its_ranks(tmp_path: Path, number: signal.Signals) -
     process.send_signal(number)
     expected = -signal.SIGKILL if number == signal.SIGKILL else 128 + number
     assert process.wait(timeout=PATIENCE_SECONDS) == expected
-    wait_for(lambda: not any(is_running(child) for child in children))
+    wait_for(lambda: not any(is_running(child) for child in children), seconds=60)
     assert list(scratch.glob("flagscale-bench-*")) == []
 
 

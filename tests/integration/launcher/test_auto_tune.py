@@ -227,7 +227,7 @@ def test_kills_at_any_moment_leave_no_trial_and_lose_none(tuning_lab: Lab) -> No
                 os.kill(pid, signal.SIGKILL)
         shell.wait()
         shell.stdout.close()
-        wait_for(lambda: not live_trials(tuning_lab))
+        wait_for(lambda: not live_trials(tuning_lab), seconds=30)
         ended = sum(trial["state"] == "measured" for trial in trials_of(tuning_lab))
         assert ended >= finished
         finished = ended

@@ -89,7 +89,7 @@ def test_of_several_launchers_one_run_remains_and_is_found(lab: Lab, number: int
         assert {state.run_id} == live, outputs
         stopped = lab.run_action("stop")
         assert stopped.returncode == 0, stopped.stderr
-        wait_for(lambda: not live_run_ids(lab))
+        wait_for(lambda: not live_run_ids(lab), seconds=20)
 
 
 def test_a_process_that_a_state_names_without_the_runs_id_is_left_alone(lab: Lab) -> None:

@@ -82,7 +82,7 @@ def test_a_hang_up_that_was_not_ignored_ends_the_foreground_run(lab: Lab) -> Non
     wait_for(lambda: lab.layout.state.exists() and "works" in lab.output())
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 128 + signal.SIGHUP
-    lab.wait_until_ended()
+    lab.wait_until_ended(20)
 
 
 # -- output ---------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_output_that_cannot_be_written_does_not_end_the_job(
     configure_command(lab, 'for i in {1..20}; do echo "line $i"; done; sleep 1; echo done')
     result = run_in_shell(lab, redirection, f"action={action}")
     assert result.returncode == 0, result.stderr
-    lab.wait_until_ended()
+    lab.wait_until_ended(20)
     assert "localhost:0: done" in lab.output()
     assert lab.run_action("query").stdout.count("completed") >= 1
     assert "Traceback" not in result.stdout + result.stderr

@@ -108,7 +108,7 @@ def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     query_record = lab.wait_for_state("failed")
     assert query_record["failure"]["host"] == "h01"
     # The job does not keep its nodes, although Slurm considers the lost one healthy.
-    lab.cluster.slurm.wait_until_no_jobs()
+    lab.cluster.slurm.wait_until_no_jobs(60)
     assert lab.find_processes() == []
 
 
@@ -119,9 +119,9 @@ def test_untracked_processes_save_and_end(lab: SlurmLab) -> None:
     lab.wait_for_state("running")
     for daemon in lab.cluster.slurm.bed["h01"].find("slurmstepd"):
         os.kill(daemon.pid, signal.SIGKILL)
-    wait_for(lambda: not lab.find_processes("h01"))
+    wait_for(lambda: not lab.find_processes("h01"), seconds=20)
     assert "saved 1" in lab.state().hosts[1].output.read_text()
-    lab.cluster.slurm.wait_until_no_jobs()
+    lab.cluster.slurm.wait_until_no_jobs(60)
     assert lab.find_processes() == []
 
 
@@ -146,7 +146,7 @@ def test_no_other_node_is_the_failure_if_the_lost_one_is_back(lab: SlurmLab) -> 
     assert lab.run_action("run").returncode == 0
     assert [host.name for host in lab.state().hosts] == ["h00", "h01"]
     slurm.run("scontrol", "update", "nodename=h01", "state=down", "reason=lost")
-    slurm.wait_until_no_jobs()
+    slurm.wait_until_no_jobs(60)
     # Its daemon registers again.
     wait_for(lambda: "down" not in slurm.run("sinfo", "-h", "-n", "h01", "-o", "%T"))
     query_record = lab.wait_for_state("failed")

@@ -49,7 +49,7 @@ def test_processes_that_leave_their_group_do_not_outlive_a_cancel(lab: SlurmLab)
     lab.submit(*STAYS)
     wait_for(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
     lab.cluster.slurm.run("scancel", lab.job_id)
-    wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [])
+    wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [], seconds=20)
     output = lab.state().hosts[1].output
     wait_for(lambda: "h01: ended processes that Slurm left alive: " in output.read_text())
     assert lab.wait_for_warning() == f"job {lab.job_id} was cancelled"
@@ -111,6 +111,6 @@ def test_the_kernels_groups_leave_nothing(control_groups_v1: None) -> None:
         lab.submit(*STAYS)
         wait_for(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
         lab.cluster.slurm.run("scancel", lab.job_id)
-        wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [])
+        wait_for(lambda: not hosts_with_leftovers(lab) and lab.find_processes() == [], seconds=20)
         assert lab.wait_for_warning() == f"job {lab.job_id} was cancelled"
         assert lab.query()["state"] == "stopped"

@@ -132,7 +132,7 @@ def test_job_goes_on_without_a_lost_node(lab: SlurmLab, runner: dict[str, Any], 
         end_ranks(lab)
         out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
         assert launcher.returncode == 0, out
-        slurm.wait_until_no_jobs()
+        slurm.wait_until_no_jobs(60)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["exit_code"]) == ("completed", 0)
     assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", job)

@@ -207,7 +207,7 @@ def test_an_mlflow_server_that_fails_gets_everything_later(
         begin = time.monotonic()
         for step in steps:
             started.log(step, {"train/loss": float(step)})
-        assert time.monotonic() - begin < 5, "a request would take more than a second a step"
+        assert time.monotonic() - begin < 0.5
 
     def wait_for(text: str) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
 SMALLEST = {**SHRINKING, "nnodes": "1:2"}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
+MAX_SECONDS = 30.0
 
 
 def start(
@@ -112,9 +114,11 @@ def test_host_that_comes_back_keeps_no_process(lab: SshLab, fault: str) -> None:
     fail, recover = FAULTS[fault]
     lost, spare = lab.bed["h01"], lab.bed["h02"]
     fail(lab, lost)
+    fault_time = time.monotonic()
     wait_for_step(lab)
+    assert time.monotonic() - fault_time < MAX_SECONDS
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost))
+    wait_for(lambda: not lab.run_processes(lost), seconds=MAX_SECONDS)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     hosts = {row["host"]: row for row in snapshot["hosts"]}
@@ -140,7 +144,7 @@ def test_job_goes_on_with_fewer_hosts(lab: SshLab) -> None:
     fail(lab, lost)
     wait_for_step(lab, "h02", rank=1)
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost))
+    wait_for(lambda: not lab.run_processes(lost), seconds=MAX_SECONDS)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     assert (snapshot["joined"], snapshot["world_size"]) == (2, 2)
@@ -167,7 +171,7 @@ def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path, numb
     kill_rank(lab, lab.bed.hosts[1 - number])
     wait_for((run_dir(lab, "h02") / status_directory(1)).exists)  # two measurements
     wait_for_step(lab, rank=number)
-    wait_for(lambda: not lab.run_processes(sick))
+    wait_for(lambda: not lab.run_processes(sick), seconds=MAX_SECONDS)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["attempt"]) == ("running", 2)
     assert snapshot["earlier"][0]["rank"] == 1 - number
@@ -185,7 +189,7 @@ def test_sick_host_is_replaced_after_a_failure(lab: SshLab, tmp_path: Path, numb
 @pytest.mark.slow
 def test_unused_spare_ends_with_the_job(lab: SshLab) -> None:
     start(lab, TOY_STEPS="60")
-    wait_for(lambda: not lab.remaining_processes())
+    wait_for(lambda: not lab.remaining_processes(), seconds=MAX_SECONDS)
     snapshot = lab.query()
     assert snapshot["state"] == "completed"
     assert [row["host"] for row in snapshot["hosts"]] == ["h00", "h01", "h02"]
@@ -200,7 +204,7 @@ def test_second_lost_host_ends_the_job(lab: SshLab) -> None:
     lab.bed["h01"].cut_power()
     wait_for_step(lab)
     lab.bed["h02"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h00"]))
+    wait_for(lambda: not lab.run_processes(lab.bed["h00"]), seconds=MAX_SECONDS)
     failure = lab.query()["failure"]
     assert failure["host"] == "h02"
     output = lab.state().hosts[0].output.read_text()
@@ -246,7 +250,7 @@ def test_first_host_that_comes_back_keeps_no_process(
     is_replaced = runner is REPLACING
     wait_for_step(lab, "h02" if is_replaced else "h01", rank=0)
     recover(lab, lost)
-    wait_for(lambda: not lab.run_processes(lost))
+    wait_for(lambda: not lab.run_processes(lost), seconds=MAX_SECONDS)
     sentence = "has lost the contact to most of the run's hosts: if they are there, they go on"
     assert f"h00: {sentence}" in lab.state().hosts[0].output.read_text()
     snapshot = lab.query()
@@ -271,7 +275,7 @@ def test_job_takes_the_first_host_back(lab: SshLab) -> None:
     lost.set_link("down")
     wait_for_step(lab, "h01", rank=0)
     lost.set_link("up")
-    wait_for(lambda: not lab.run_processes(lost))
+    wait_for(lambda: not lab.run_processes(lost), seconds=MAX_SECONDS)
     start_script(lab, lost, 0)
     output = lab.state().hosts[1].output
     wait_for(lambda: "h00 is back, and joins the job" in output.read_text())
@@ -326,7 +330,7 @@ def test_random_faults_in_a_row(lab: SshLab) -> None:
         FAULTS[fault][1](lab, host)
     last = lab.bed[f"h{FAULTS_IN_A_ROW + 1:02}"]
     training = {"h00", last.name}
-    wait_for(lambda: set(lab.remaining_processes()) == training)
+    wait_for(lambda: set(lab.remaining_processes()) == training, seconds=MAX_SECONDS)
     assert lab.query()["state"] == "running"
     lab.run_action("stop")
     assert lab.remaining_processes() == {}
@@ -376,7 +380,9 @@ def test_training_continues_with_the_same_losses(
         assert result.returncode == 0, result.stderr
         wait_for(lambda: len(read_losses(lab)) >= 8)
         bed[lost].cut_power()
+        fault_time = time.monotonic()
         wait_for(lambda: len(read_losses(lab, "status.1")) >= 8)
+        seconds = time.monotonic() - fault_time
         before, after = read_losses(lab), read_losses(lab, "status.1")
         output = "".join(host.output.read_text() for host in lab.state().hosts)
         assert lab.run_action("stop").returncode == 3  # the lost host does not answer
@@ -393,6 +399,7 @@ def test_training_continues_with_the_same_losses(
         if row[0] <= len(expected):
             assert row == pytest.approx(expected[row[0] - 1], rel=1e-5)
     assert after[7][0] <= len(expected), "eight steps after the fault were compared"
+    assert seconds < MAX_SECONDS + 10
 
 
 @pytest.mark.slow
@@ -441,7 +448,7 @@ def test_job_takes_a_host_back(bed: Bed, tmp_path: Path) -> None:
         lost.set_link("down")
         wait_for(lambda: len(read_losses(lab, "status.1")) >= 8)
         lost.set_link("up")
-        wait_for(lambda: not lab.run_processes(lost))
+        wait_for(lambda: not lab.run_processes(lost), seconds=MAX_SECONDS)
         start_script(lab, lost, 1)
         wait_for(lambda: len(read_losses(lab, "status.2")) >= 8)
         assert lab.query()["world_size"] == 2

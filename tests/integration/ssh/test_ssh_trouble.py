@@ -124,7 +124,7 @@ def test_a_host_that_loses_power(lab: SshLab) -> None:
         config.write("  ConnectTimeout 3\n")
     assert lab.run_action("run").returncode == 0
     lab.bed["h01"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h00"]))
+    wait_for(lambda: not lab.run_processes(lab.bed["h00"]), seconds=30)
     result = lab.run_action("query", "json=true")
     assert result.returncode == 3
     record = json.loads(result.stdout)
@@ -147,7 +147,7 @@ def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
     output = launcher.communicate(timeout=PATIENCE_SECONDS)[0]
     assert launcher.returncode == 1
     assert "failed: h01: was lost: no word from its agent for 3 s" in output
-    wait_for(lambda: not lab.remaining_processes())
+    wait_for(lambda: not lab.remaining_processes(), seconds=30)
 
 
 def test_port_in_use_is_reported_with_its_process(lab: SshLab) -> None:
@@ -198,7 +198,7 @@ def test_disks_that_fill_up_during_a_run(lab: SshLab) -> None:
     assert lab.query()["state"] == "running"
     rank = max(p.pid for p in lab.run_processes(lab.bed["h01"]) if "program.py" in str(p.argv))
     os.kill(rank, signal.SIGKILL)
-    wait_for(lambda: not lab.remaining_processes())
+    wait_for(lambda: not lab.remaining_processes(), seconds=30)
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
     assert {row["host"]: row["state"] for row in snapshot["hosts"]} == {

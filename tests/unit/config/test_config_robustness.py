@@ -77,7 +77,7 @@ def _random_override(draw: st.DrawFn) -> str:
     return prefix + draw(st.sampled_from(KEYS)) + separator + draw(st.sampled_from(UNUSUAL_TEXTS))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(_random_override(), min_size=1, max_size=2))
 @example(["~train=[${experiment.exp_name}]"])
 @example(["train=[1,2]"])

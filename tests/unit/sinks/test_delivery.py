@@ -156,12 +156,16 @@ def test_a_hanging_sink_delays_neither_steps_nor_others_nor_the_end(
     hanging, healthy = ListSink(), ListSink()
     hanging.gate.clear()
     started = _start(hanging, healthy)
+    begin = time.monotonic()
     for step in range(500):
         started.log(step, {"loss": 1.0})
+    assert time.monotonic() - begin < 1
     time.sleep(0.1)
     assert any("has not answered for" in text for text in _texts(started))
     assert not _texts(started), "reported twice"
+    begin = time.monotonic()
     started.close("stopped")
+    assert time.monotonic() - begin < 2
     assert healthy.steps == list(range(500))
     assert "does not answer at the end of the run" in _texts(started)[-1]
     assert close_running_deliveries(), "its client may hang at exit"

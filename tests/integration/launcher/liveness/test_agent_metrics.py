@@ -41,7 +41,7 @@ def test_agents_serve_their_host_over_restarts_and_never_delay_the_end(tmp_path:
             begin = time.monotonic()
             hosts[0].agent.terminate()
             hosts.wait_for_exit_codes()
-            assert time.monotonic() - begin < 60
+            assert time.monotonic() - begin < 15
         reports = re.findall(r"metrics are not served at 127.0.0.1 port", hosts.read_outputs())
         assert len(reports) == 1
         assert not _read(port)

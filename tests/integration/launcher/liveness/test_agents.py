@@ -47,7 +47,7 @@ def test_an_exception_ends_the_job_everywhere_and_is_named(two_hosts: AgentHosts
         assert failure["reason"].startswith("failed: ValueError: bad data in shard 7")
         assert "Traceback" in failure["traceback"]
         assert failure["log"].endswith("/0/stderr.log")
-    two_hosts.wait_until_ended()
+    two_hosts.wait_until_ended(1)
 
 
 def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two_hosts: AgentHosts) -> None:
@@ -58,7 +58,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two_hosts: Ag
     failure = two_hosts[0].exit_record()["failure"]
     assert (failure["host"], failure["rank"], failure["exit_code"]) == ("h1", 1, -9)
     assert two_hosts[1].exit_record()["failure"] == failure
-    two_hosts.wait_until_ended()
+    two_hosts.wait_until_ended(1)
 
 
 def test_a_stopped_rank_is_a_stall_that_is_named(two_hosts: AgentHosts) -> None:
@@ -73,7 +73,7 @@ def test_a_stopped_rank_is_a_stall_that_is_named(two_hosts: AgentHosts) -> None:
     # The other rank has written the stack of its collective.
     log = next((two_hosts[0].run_dir / "ranks").glob("*/attempt_0/0/stderr.log")).read_text()
     assert "in barrier" in log
-    two_hosts.wait_until_ended()
+    two_hosts.wait_until_ended(1)
 
 
 def test_stuck_rank_is_found_by_its_stack_and_a_checkpoint_is_no_stall(
@@ -147,7 +147,7 @@ def test_a_stop_of_one_host_stops_all_and_starts_nothing(
         assert two_hosts[number].exit_record()["failure"] is None
     notice = json.loads(notified.read_text())
     assert (notice["event"], notice["text"].rpartition(" run ")[0]) == ("stopped", "toy:")
-    two_hosts.wait_until_ended()
+    two_hosts.wait_until_ended(1)
 
 
 def test_host_that_ends_before_the_rendezvous_reports_its_end(two_hosts: AgentHosts) -> None:
@@ -229,7 +229,7 @@ def test_agents_with_different_secrets_do_not_connect(two_hosts: AgentHosts) -> 
     assert "was not reached within 3 s of the start" in second_failure["reason"]
     assert first_failure["reason"].endswith("; it held stage 1")
     assert second_failure["reason"].endswith("; it held stage 0")
-    two_hosts.wait_until_ended()
+    two_hosts.wait_until_ended(1)
 
 
 def test_the_secret_is_in_no_argument_no_log_and_no_rank(two_hosts: AgentHosts) -> None:

@@ -109,6 +109,6 @@ def test_kinds_of_hangs(lab: Lab, kind: str, backend: str) -> None:
 def test_slow_run_is_no_hang(lab: Lab, backend: str) -> None:
     """Each of its collectives waits for 1.5 seconds."""
     start_program(lab, "slow", backend, hang_detection_timeout=6)
-    lab.wait_until_ended()
+    lab.wait_until_ended(120)
     assert "rank 2" not in lab.output()
     assert read_job_record(lab.state().hosts)["failure"] is None
