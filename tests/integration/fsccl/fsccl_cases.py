@@ -200,6 +200,22 @@ def check_asynchronous() -> None:
     assert backend._get_sequence_number_for_group() == before + 8
 
 
+def check_futures_beside_ended_works() -> None:
+    """Request futures while the worker thread drops the last references to earlier tensors.
+
+    torch takes Python's lock for the last reference but that of a tensor's Python object.
+    """
+    n = dist.get_world_size()
+    dropped, kept = torch.ones(4), torch.ones(4)
+    for _ in range(500):
+        kept.fill_(1)
+        works = [dist.all_reduce(dropped, async_op=True) for _ in range(3)]
+        works[0].wait()
+        del works
+        work = dist.all_reduce(kept, async_op=True)
+        assert work.get_future().wait()[0][0] == n
+
+
 def check_crossed_groups() -> None:
     """Check asynchronous operations of two groups, called in opposite orders by different ranks."""
     groups = [dist.new_group(), dist.new_group()]

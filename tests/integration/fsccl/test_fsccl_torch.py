@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
     "case",
     [
         "check_asynchronous",
+        "check_futures_beside_ended_works",
         "check_overlapping_groups",
         "check_crossed_groups",
         "check_coalesced",

@@ -75,6 +75,11 @@ class ThreadPool {
   size_t idle_ = 0;
 };
 
+void call_and_destroy(std::function<void()>& function) {
+  function();
+  function = nullptr;
+}
+
 }  // namespace
 
 // State that worker threads share with the executor object, which may be destroyed first.
@@ -127,21 +132,21 @@ struct Executor::State {
   }
 
   // Runs a job inside a callback, on the thread of the callback.
-  void run_nested(const Job& job, Lock& lock) {
+  void run_nested(Job job, Lock& lock) {
     ++nested_jobs;
     lock.unlock();
-    job.run();
+    call_and_destroy(job.run);
     lock.lock();
     --nested_jobs;
     ++progress;
     lock.unlock();
-    if (job.run_callbacks) job.run_callbacks();
+    if (job.run_callbacks) call_and_destroy(job.run_callbacks);
     lock.lock();
   }
-  void run_next_queued(Lock& lock) {
-    const Job job = std::move(queue.front());
+  Job take_next_queued() {
+    Job job = std::move(queue.front());
     queue.pop_front();
-    run_nested(job, lock);
+    return job;
   }
 };
 
@@ -160,7 +165,7 @@ bool Executor::run(Job job, bool allow_inline) {
   if (!s.is_same_process()) return false;
   Lock lock(s.mutex);
   if (s.in_callback()) {
-    s.run_nested(job, lock);
+    s.run_nested(std::move(job), lock);
     return true;
   }
   if (!s.stopped && (!allow_inline || s.is_running_job || !s.queue.empty())) {
@@ -168,6 +173,7 @@ bool Executor::run(Job job, bool allow_inline) {
     try {
       s.ensure_worker(state_);
     } catch (const Error&) {
+      job = std::move(s.queue.back());
       s.queue.pop_back();
       throw;
     }
@@ -192,7 +198,9 @@ void Executor::run_queued_until(const std::function<bool()>& condition) {
   State& s = *state_;
   if (!s.is_same_process() || condition()) return;
   Lock lock(s.mutex);
-  while (s.in_callback() && !s.queue.empty() && !condition()) s.run_next_queued(lock);
+  while (s.in_callback() && !s.queue.empty() && !condition()) {
+    s.run_nested(s.take_next_queued(), lock);
+  }
 }
 
 bool Executor::drain(std::chrono::milliseconds timeout) {
@@ -200,7 +208,7 @@ bool Executor::drain(std::chrono::milliseconds timeout) {
   if (!s.is_same_process()) return true;
   Lock lock(s.mutex);
   if (s.in_callback()) {
-    while (s.in_callback() && !s.queue.empty()) s.run_next_queued(lock);
+    while (s.in_callback() && !s.queue.empty()) s.run_nested(s.take_next_queued(), lock);
     return true;
   }
   s.drain_is_waiting = true;
@@ -229,11 +237,10 @@ void Executor::loop(const std::shared_ptr<State>& state) {
       s.has_worker = false;
       return;
     }
-    const Job job = std::move(s.queue.front());
-    s.queue.pop_front();
+    Job job = s.take_next_queued();
     s.is_running_job = true;
     lock.unlock();
-    job.run();
+    call_and_destroy(job.run);
     lock.lock();
     if (job.run_callbacks) {
       s.worker_in_callback = true;
@@ -245,7 +252,7 @@ void Executor::loop(const std::shared_ptr<State>& state) {
       }
       if (s.has_watcher) s.changed.notify_all();
       lock.unlock();
-      job.run_callbacks();
+      call_and_destroy(job.run_callbacks);
       lock.lock();
       if (pthread_equal(s.worker, self_thread) == 0) return;  // a watcher has taken over
       s.worker_in_callback = false;

@@ -18,6 +18,9 @@
 //   worker blocks. Once it has used no processor time for kStallTimeout, another thread becomes the
 //   worker and runs the queue.
 //
+// Jobs are called and destroyed without the lock of the executor: what they have captured may need
+// other locks, such as Python's.
+//
 // In a forked child, all functions do nothing: the worker threads do not exist there, and may have
 // held locks.
 #pragma once

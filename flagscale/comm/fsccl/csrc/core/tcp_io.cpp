@@ -232,9 +232,9 @@ void TcpTransport::notify(const RequestPtr& request, std::function<void()> callb
     if (!request->finished()) {
       auto previous = std::move(request->on_finished);
       request->on_finished = [this, previous = std::move(previous),
-                              callback = std::move(callback)](Request& r) {
+                              callback = std::move(callback)](Request& r) mutable {
         if (previous) previous(r);
-        callbacks_.push_back(callback);
+        callbacks_.push_back(std::move(callback));
         device_->receiving().wake(receiving_id_);
       };
       return;

@@ -50,7 +50,7 @@ void StreamWatchdog::run() {
       continue;
     }
     try {
-      retire_finished();
+      retire_finished(lock);
       if (pending_.empty()) continue;
       if (sweeps % kSweepsPerCheck == kSweepsPerCheck - 1) engine_.check_peers();
       check_deadline();
@@ -62,12 +62,16 @@ void StreamWatchdog::run() {
 }
 
 // Removes operations that have ended, which happens in order. An operation whose kernel gave up
-// waiting ends, too: then throws the kernel's error.
-void StreamWatchdog::retire_finished() {
+// waiting ends, too: then throws the kernel's error. Tensors are released without the lock, because
+// that may need Python's.
+void StreamWatchdog::retire_finished(std::unique_lock<std::mutex>& lock) {
   while (!pending_.empty() && pending_.front()->end_event->query()) {
     engine_.check_kernels();
-    pending_.front()->keep_alive.reset();
-    pending_.front()->finished = true;
+    const std::shared_ptr<PendingOperation> operation = pending_.front();
+    lock.unlock();
+    operation->keep_alive.reset();
+    lock.lock();
+    operation->finished = true;
     pending_.pop_front();
   }
 }

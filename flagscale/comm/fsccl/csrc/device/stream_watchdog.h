@@ -52,7 +52,7 @@ class StreamWatchdog {
 
  private:
   void run();
-  void retire_finished();
+  void retire_finished(std::unique_lock<std::mutex>& lock);
   void check_deadline() const;
   void fail_all(const Error& cause);
 

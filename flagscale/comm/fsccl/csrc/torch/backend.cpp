@@ -2,11 +2,10 @@
 // operations.cpp.
 #include "backend.h"
 
-#include <Python.h>
-
 #include <set>
 
 #include "../core/per_process.h"
+#include "gil.h"
 #include "store.h"
 
 namespace fsccl {
@@ -38,19 +37,6 @@ GroupConfig make_group_config(int rank, int size, const TorchBackend::Options& o
   return config;
 }
 
-// Releases Python's GIL for a scope, if this thread holds it: threads that the scope waits for may
-// need it for a callback.
-class GilRelease {
- public:
-  GilRelease() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
-  ~GilRelease() {
-    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
-  }
-
- private:
-  PyThreadState* saved_;
-};
-
 struct LiveBackends {
   std::mutex mutex;
   std::set<TorchBackend*> all;
@@ -70,7 +56,7 @@ std::shared_ptr<Group> make_group(c10::intrusive_ptr<c10d::Store> store, GroupCo
 }  // namespace
 
 void TorchBackend::shutdown_all() {
-  GilRelease gil_release;
+  const GilRelease gil_release;
   std::unique_lock<std::mutex> lock(live_backends().mutex);
   const std::vector<TorchBackend*> all(live_backends().all.begin(), live_backends().all.end());
   for (TorchBackend* backend : all) {
@@ -103,7 +89,7 @@ TorchBackend::~TorchBackend() {
     router_.leak();
     return;
   }
-  GilRelease gil_release;
+  const GilRelease gil_release;
   {
     std::lock_guard<std::mutex> lock(live_backends().mutex);
     live_backends().all.erase(this);
@@ -121,11 +107,13 @@ void TorchBackend::check_settings(int rank, int size, const Options& options) {
 }
 
 void TorchBackend::setTimeout(Milliseconds timeout) {
+  const GilRelease gil_release;
   options_->timeout = timeout;
   router_.set_timeout(timeout);
 }
 
 c10d::ErrorType TorchBackend::getError() {
+  const GilRelease gil_release;
   return queue_.failed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
@@ -138,6 +126,7 @@ void TorchBackend::eagerConnectSingleDevice(at::Device) {
 
 void TorchBackend::abort() {
   if (group_->is_forked_child()) return;
+  const GilRelease gil_release;
   group_->abort("the program aborted the group");
   router_.abort();
 }
@@ -146,7 +135,7 @@ void TorchBackend::abort() {
 // other ranks this one has left.
 void TorchBackend::shutdown() {
   if (group_->is_forked_child()) return;
-  GilRelease gil_release;
+  const GilRelease gil_release;
   if (!queue_.finish()) {
     group_->shutdown();
     router_.abort();

@@ -152,10 +152,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("rank"), py::arg("size"), py::arg("global_ranks"), py::arg("options"))
       .def_property_readonly("options", [](TorchBackend& b) { return b.getBackendOptions(); })
       .def_property_readonly("generation", &TorchBackend::generation)
-      .def("last_algorithm", &TorchBackend::last_algorithm)
-      .def("traffic", &TorchBackend::traffic)
-      .def("datagrams", &TorchBackend::datagrams)
-      .def("tail_statistics", &TorchBackend::tail_statistics)
+      .def("last_algorithm", &TorchBackend::last_algorithm,
+           py::call_guard<py::gil_scoped_release>())
+      .def("traffic", &TorchBackend::traffic, py::call_guard<py::gil_scoped_release>())
+      .def("datagrams", &TorchBackend::datagrams, py::call_guard<py::gil_scoped_release>())
+      .def("tail_statistics", &TorchBackend::tail_statistics,
+           py::call_guard<py::gil_scoped_release>())
       .def(
           "register_mem_pool",
           [](TorchBackend& b, const py::object& pool, bool symm) {

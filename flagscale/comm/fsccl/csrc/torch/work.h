@@ -12,6 +12,7 @@
 #include "../core/executor.h"
 #include "../core/group.h"
 #include "convert.h"
+#include "gil.h"
 #include "operation_info.h"
 
 namespace fsccl {
@@ -52,6 +53,7 @@ class CollectiveWork : public c10d::Work {
 
   // As with gloo, a timeout ends this wait but not the operation; wait() may be called again.
   bool wait(std::chrono::milliseconds timeout) override {
+    const GilRelease gil_release;
     run_queue();
     if (timeout != kNoTimeout && !completes_within(timeout)) {
       std::rethrow_exception(torch_error(Error(Fault::kTimeout, -1, timeout_message(timeout))));
@@ -76,6 +78,7 @@ class CollectiveWork : public c10d::Work {
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   FuturePtr getFuture() override {
+    const GilRelease gil_release;
     run_queue();
     std::lock_guard<std::mutex> lock(future_mutex_);
     if (!future_) {
@@ -151,6 +154,7 @@ class MessageWork : public c10d::Work {
   // When it returns true, the tensor may be read without wait().
   bool isCompleted() override {
     if (!request_->finished()) return false;
+    const GilRelease gil_release;
     write_back_once();
     return true;
   }
@@ -160,9 +164,13 @@ class MessageWork : public c10d::Work {
   }
   int sourceRank() const override { return request_->peer; }
   std::vector<at::Tensor> result() override { return {tensor_}; }
-  void synchronize() override { write_back_once(); }
+  void synchronize() override {
+    const GilRelease gil_release;
+    write_back_once();
+  }
 
   bool wait(std::chrono::milliseconds timeout) override {
+    const GilRelease gil_release;
     const bool receives = opType_ != c10d::OpType::SEND;
     try {
       group_->wait(receives ? OpCode::kRecv : OpCode::kSend, request_,
@@ -175,6 +183,7 @@ class MessageWork : public c10d::Work {
   }
 
   FuturePtr getFuture() override {
+    const GilRelease gil_release;
     auto future = new_future();
     if (request_->finished()) {
       set_result(*future);
