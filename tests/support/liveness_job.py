@@ -11,6 +11,7 @@ from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (
     AttemptEnded,
+    DumpStacks,
     Heartbeat,
     HostMessage,
     HostProgress,
@@ -20,6 +21,8 @@ from flagscale.launcher.liveness.messages import (
     KeepAlive,
     Order,
     RankFailed,
+    RankProgress,
+    RankStacks,
     ShareJobState,
 )
 from flagscale.launcher.liveness.options import Policy
@@ -122,6 +125,11 @@ class Job:
     def send_end(self, host: int, code: int = 1, **fields: Any) -> None:
         progress = self.progress(host, **{"joined": 1, "exit_code": code, **fields})
         self.send(AttemptEnded, host, progress)
+
+    def send_stacks(self, host: int, *ranks: RankProgress) -> None:
+        """Reply to the last order for stacks of this attempt."""
+        requests = [order.request for _, order in self.orders if isinstance(order, DumpStacks)]
+        self.send(RankStacks, host, ranks, requests[-1])
 
     def order_types(self) -> list[type[Order]]:
         return [type(order) for _, order in self.orders]

@@ -31,6 +31,8 @@ from flagscale.launcher.liveness.places import Places
 
 # Time for ranks to write their stacks before the slowest one is reported without them.
 STACK_TIMEOUT_SECONDS = 8.0
+# Difference between two readings of the time at which an operation was called.
+_CALL_TIME_TOLERANCE_SECONDS = 1.0
 
 HangAction = Order | Notice | FailureReport
 """Order to all hosts, notice to pass on, or failure that ends the attempt."""
@@ -74,10 +76,14 @@ class HangDetector:
         """Ranks of each host that has replied to the last request, by host."""
         self._last_records: dict[int, LastRecords] = {}
         """Records that ranks wrote when they failed, by host."""
-        # Time of a request that is not answered yet, because the job stalls.
+        self._request_number = 0
+        self._request_time = now  # of the last request
+        # Start of the timeout of a request that is not answered yet, because the job stalls.
         self._stacks_requested_at: float | None = None
         # The same because a collective is overdue.
         self._records_requested_at: float | None = None
+        self._overdue_since: dict[int, float] = {}
+        """Start of the overdue operation whose records were requested, by host that waits in it."""
         self._is_stall_reported = False  # the stall or late start since the last progress
         self._is_explained = False  # what is overdue now, as far as it can be
         self._cause: FailureReport | None = None  # of the overdue collective, if it is known
@@ -93,7 +99,8 @@ class HangDetector:
     def receive(self, host: int, message: RankStacks | LastRecords) -> None:
         """Process a message of a host in this attempt."""
         if isinstance(message, RankStacks):
-            self._rank_stacks[host] = message.ranks
+            if message.request == self._request_number:
+                self._rank_stacks[host] = message.ranks
         else:
             self._last_records[host] = message
 
@@ -148,7 +155,7 @@ class HangDetector:
             return
         if self._stacks_requested_at is None:
             self._stacks_requested_at, self._records_requested_at = now, None
-            yield self._request_stacks()
+            yield self._request_stacks(now)
         elif self._have_all_stacks(active_hosts, now, self._stacks_requested_at):
             ranks = self._list_ranks(active_hosts)
             report = stalled_report(
@@ -157,6 +164,11 @@ class HangDetector:
                 hosts[0].name,
                 self._output_path,
                 self._find_hang(ranks),
+                silent_hosts=[
+                    host.name
+                    for number, host in active_hosts.items()
+                    if number not in self._rank_stacks
+                ],
             )
             self._stacks_requested_at, self._is_stall_reported = None, True
             yield Notice("stalled", self._attempt, report.failure)
@@ -178,9 +190,11 @@ class HangDetector:
 
     # -- stacks and flight records ----------------------------------------------------------
 
-    def _request_stacks(self) -> DumpStacks:
+    def _request_stacks(self, now: float) -> DumpStacks:
         self._rank_stacks.clear()
-        return DumpStacks(self._attempt)
+        self._request_number += 1
+        self._request_time = now
+        return DumpStacks(self._attempt, self._request_number)
 
     def _have_all_stacks(
         self, active_hosts: Mapping[int, JobHost], now: float, requested_at: float
@@ -212,16 +226,24 @@ class HangDetector:
         """Explain a collective that ranks have been waiting in for long. The job continues: it may
         be slow, and its ranks have a timeout of their own.
         """
-        if not any(host.overdue_since for host in active_hosts.values()):
+        overdue_since = {
+            number: host.overdue_since
+            for number, host in active_hosts.items()
+            if host.overdue_since is not None
+        }
+        if self._is_still_overdue(overdue_since):
+            self._overdue_since = {**overdue_since, **self._overdue_since}
+        else:
             if self.hang_remark:
                 yield Notice("hang", self._attempt, remark="the job goes on")
             self._records_requested_at, self._cause = None, None
             self._is_explained, self.hang_remark = False, ""
-        elif self._is_explained or self._stacks_requested_at is not None:
+        if not overdue_since or self._is_explained or self._stacks_requested_at is not None:
             return
-        elif self._records_requested_at is None:
+        if self._records_requested_at is None:
             self._records_requested_at = now
-            yield self._request_stacks()
+            self._overdue_since = overdue_since
+            yield self._request_stacks(now)
         elif self._have_all_stacks(active_hosts, now, self._records_requested_at):
             ranks = self._list_ranks(active_hosts)
             finding = self._find_hang(ranks)
@@ -229,10 +251,18 @@ class HangDetector:
             if finding is None:
                 return
             report = explained_report(finding, ranks, "the others timed out", self._output_path)
-            self._cause = replace(report, time=self._records_requested_at)
+            self._cause = replace(report, time=self._request_time)
             self._is_cause_in_collective = finding.in_collective
             self.hang_remark = finding.describe()
             yield Notice("hang", self._attempt, remark=self.hang_remark)
+
+    def _is_still_overdue(self, overdue_since: Mapping[int, float]) -> bool:
+        """Return True if a host still waits in an operation whose records were requested."""
+        return any(
+            abs(since - self._overdue_since[number]) <= _CALL_TIME_TOLERANCE_SECONDS
+            for number, since in overdue_since.items()
+            if number in self._overdue_since
+        )
 
     def find_cause_of(self, report: FailureReport) -> FailureReport | None:
         """Return the cause of the overdue collective if a rank has failed in it: the collective has
@@ -286,13 +316,15 @@ def stalled_report(
     host: str,
     output: Path,
     finding: HangFinding | None = None,
+    silent_hosts: Sequence[str] = (),
 ) -> FailureReport:
     """Return the report of a job without progress for ``stalled_seconds``.
 
     Args:
         host: Host to report if there are no ranks.
-        output: Log to report if there are no ranks.
+        output: Log to report if no rank is to blame.
         finding: Cause of the stall, if it is known.
+        silent_hosts: Hosts that have not reported the stacks of their ranks.
 
     Returns:
         A report whose time the caller has to set.
@@ -301,6 +333,14 @@ def stalled_report(
         remark = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
         return explained_report(finding, ranks, remark, output)
     straggler = find_straggler(ranks)
+    if straggler is not None and silent_hosts and not straggler.stopped:
+        reason = (
+            f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this host's "
+            "agent did not report the stacks of its ranks, unlike those of other hosts"
+        )
+        return FailureReport(
+            host_failure(silent_hosts[0], reason, output), 0.0, FailureKind.PROCESS_KILLED
+        )
     if straggler is None:
         reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
         return FailureReport(

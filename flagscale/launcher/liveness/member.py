@@ -100,6 +100,7 @@ class Member:
         self._end_sent = False
         self._stack_dump: StackDump | None = None
         self._stack_dump_at = 0.0
+        self._stack_request = 0
         self._end_ordered_at = 0.0
         self.addresses: Sequence[str] = ()
         """Addresses of all hosts by number, if the ranks of the first one may move to another."""
@@ -211,7 +212,11 @@ class Member:
             self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_TIMEOUT_SECONDS
         ):
             self.outgoing.append(
-                messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
+                messages.RankStacks(
+                    *self._message_fields(),
+                    self._stack_dump.rank_progress(),
+                    self._stack_request,
+                )
             )
             if self._stack_dump.asks_for_records:
                 directory = flight_directory(self._watch.directory)
@@ -358,6 +363,8 @@ class Member:
             case messages.PauseAttempt() if order.attempt == self.attempt_number:
                 self.attempt.end(failed=False)
             case messages.DumpStacks() if order.attempt == self.attempt_number:
+                # A dump in progress replies to this request, too.
+                self._stack_request = order.request
                 if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
                     self._stack_dump_at = now
                     self._stack_dump = StackDump(

@@ -245,9 +245,10 @@ class RankFailed(HostMessage):
 
 @dataclass(frozen=True)
 class RankStacks(HostMessage):
-    """Reply to :class:`DumpStacks`."""
+    """Reply to the :class:`DumpStacks` with this ``request``."""
 
     ranks: tuple[RankProgress, ...]
+    request: int = 0
 
 
 @dataclass(frozen=True)
@@ -347,9 +348,13 @@ class PauseAttempt(Order):
 
 @dataclass(frozen=True)
 class DumpStacks(Order):
-    """Reply with the progress and the stack of each rank, in :class:`RankStacks`."""
+    """Reply with the progress and the stack of each rank, in :class:`RankStacks`.
+
+    ``request`` numbers these orders in an attempt.
+    """
 
     attempt: int
+    request: int = 0
 
 
 @dataclass(frozen=True)

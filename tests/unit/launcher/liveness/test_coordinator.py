@@ -209,8 +209,8 @@ def test_pause_of_the_coordinator_does_not_time_out_stacks() -> None:
     job.coordinator.tick(job.now)
     job.collect()
     assert job.order_types() == [DumpStacks]
-    job.send(RankStacks, 0, rank_progress("h0", 0))
-    job.send(RankStacks, 1, rank_progress("h1", 1, step=6))
+    job.send_stacks(0, rank_progress("h0", 0))
+    job.send_stacks(1, rank_progress("h1", 1, step=6))
     job.run(1)
     assert job.first_failed_rank == ("h1", 1)
 
@@ -602,9 +602,9 @@ def test_on_failure_leave_keeps_the_other_hosts_running() -> None:
     assert (job.order_types(), job.notified_events) == ([FinishJob], ["failed"])
 
 
-def rank_progress(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
+def rank_progress(host: str, rank: int, **fields: Any) -> RankProgress:
     defaults = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
-    return (RankProgress(host, rank, log=Path("log"), **{**defaults, **fields}),)
+    return RankProgress(host, rank, log=Path("log"), **{**defaults, **fields})
 
 
 def test_stall_requests_stacks_and_reports_the_straggler() -> None:
@@ -615,8 +615,8 @@ def test_stall_requests_stacks_and_reports_the_straggler() -> None:
     assert job.order_types() == []
     job.run(2)
     assert job.order_types() == [DumpStacks]
-    job.send(RankStacks, 0, rank_progress("h0", 0))
-    job.send(RankStacks, 1, rank_progress("h1", 1, step=6, stack="where"))
+    job.send_stacks(0, rank_progress("h0", 0))
+    job.send_stacks(1, rank_progress("h1", 1, step=6, stack="where"))
     job.run(1)
     assert job.order_types() == [DumpStacks, EndAttempt]
     assert job.first_failed_rank == ("h1", 1)
@@ -766,8 +766,8 @@ def overdue_job(**policy: Any) -> Job:
     job.fields[0]["overdue_since"] = 3.0
     job.run(2)
     assert job.order_types() == [DumpStacks]
-    job.send(RankStacks, 0, (recorded_rank(0),))
-    job.send(RankStacks, 1, (replace(recorded_rank(1), record=None),))
+    job.send_stacks(0, recorded_rank(0))
+    job.send_stacks(1, replace(recorded_rank(1), record=None))
     job.run(2)
     return job
 
@@ -819,8 +819,8 @@ def test_hang_is_the_cause_of_a_failure_before_its_explanation() -> None:
     job.fields[0]["failure_report"] = report
     job.run(1)
     assert job.coordinator.failure == failure
-    job.send(RankStacks, 0, (recorded_rank(0),))
-    job.send(RankStacks, 1, (replace(recorded_rank(1), record=None),))
+    job.send_stacks(0, recorded_rank(0))
+    job.send_stacks(1, replace(recorded_rank(1), record=None))
     job.run(2)
     assert job.first_failed_rank == ("h1", 1)
 
@@ -831,8 +831,8 @@ def test_stall_is_explained_from_the_records() -> None:
     job.moving = False
     job.run(53)
     assert job.order_types() == [DumpStacks]
-    job.send(RankStacks, 0, (recorded_rank(0),))
-    job.send(RankStacks, 1, ())  # its only rank has ended
+    job.send_stacks(0, recorded_rank(0))
+    job.send_stacks(1)  # its only rank has ended
     job.run(1)
     assert job.order_types() == [DumpStacks, EndAttempt]
     assert job.coordinator.failure is not None

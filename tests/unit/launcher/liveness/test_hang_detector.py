@@ -101,6 +101,7 @@ class Attempt:
     def __init__(self, number: int = 0) -> None:
         self.now = 1000.0
         self.number = number
+        self.requests = 0
         self.hosts = [JobHost(f"h{n}", joined=1, nproc=1) for n in range(2)]
         self.active = {0, 1}
         self.create_detector()
@@ -119,14 +120,24 @@ class Attempt:
     def tick(self, seconds: float, *, ranks_have_joined: bool = True) -> list[HangAction]:
         self.now += seconds
         active_hosts = {number: self.hosts[number] for number in sorted(self.active)}
-        return self.detector.tick(active_hosts, self.now, ranks_have_joined=ranks_have_joined)
+        actions = self.detector.tick(active_hosts, self.now, ranks_have_joined=ranks_have_joined)
+        for order in actions:
+            if isinstance(order, DumpStacks):
+                self.requests += 1
+                assert order == DumpStacks(self.number, self.requests)
+        return actions
+
+    def requests_stacks(self, seconds: float) -> bool:
+        """Return True if an order for stacks is the only action after some seconds."""
+        return [type(action) for action in self.tick(seconds)] == [DumpStacks]
 
     def pause(self, seconds: float) -> None:
         self.now += seconds
         self.detector.extend_timeouts(lambda start: min(start + seconds, self.now))
 
     def reply(self, host: int, *ranks: RankProgress) -> None:
-        self.detector.receive(host, RankStacks(host, self.number, self.now, ranks))
+        message = RankStacks(host, self.number, self.now, ranks, self.requests)
+        self.detector.receive(host, message)
 
     def send_last_records(self, host: int, *ranks: RankProgress, finished: bool = False) -> None:
         finished_ranks = (host,) if finished else ()
@@ -142,7 +153,7 @@ class Attempt:
     def explain_overdue(self) -> str:
         """Let rank 0 wait in a collective that rank 1 has not entered, and return the remark."""
         self.hosts[0].overdue_since = 3.0
-        assert self.tick(1) == [DumpStacks(self.number)]
+        assert self.requests_stacks(1)
         self.reply(0, recorded_rank(0))
         self.reply(1, rank_progress(1, host="h1"))
         (notice,) = self.tick(1)
@@ -158,7 +169,7 @@ class Attempt:
 def test_stall_is_notified_before_it_ends_the_attempt() -> None:
     attempt = Attempt(number=3)
     assert attempt.tick(STALL_SECONDS) == []
-    assert attempt.tick(1) == [DumpStacks(3)]
+    assert attempt.requests_stacks(1)
     attempt.reply(0, rank_progress(0, host="h0"))
     assert attempt.tick(1) == []
     attempt.reply(1, rank_progress(1, 4, host="h1"))
@@ -170,12 +181,12 @@ def test_stall_is_notified_before_it_ends_the_attempt() -> None:
 
 def test_progress_takes_back_the_request_of_a_stall() -> None:
     attempt = Attempt()
-    assert attempt.tick(STALL_SECONDS + 1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(STALL_SECONDS + 1)
     attempt.reply(0, rank_progress(0))
     attempt.reply(1, rank_progress(1))
     attempt.detector.record_progress(attempt.now)
     assert attempt.tick(STALL_SECONDS) == []
-    assert attempt.tick(1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(1)
     assert attempt.tick(STACK_TIMEOUT_SECONDS) == [], "earlier replies do not count"
 
 
@@ -184,7 +195,7 @@ def test_busy_host_gets_more_time() -> None:
     attempt.hosts[1].in_busy_activity = True
     assert attempt.tick(STALL_SECONDS + 1) == []
     attempt.active.discard(1)
-    assert attempt.tick(0) == [DumpStacks(0)]
+    assert attempt.requests_stacks(0)
 
 
 def test_replies_of_hosts_that_have_ended_are_not_awaited() -> None:
@@ -220,7 +231,7 @@ def test_stall_is_reported_once_until_there_is_progress() -> None:
     """The job continues with ``on_failure: leave``."""
     attempt = Attempt()
     for _ in range(2):
-        assert attempt.tick(STALL_SECONDS + 1) == [DumpStacks(0)]
+        assert attempt.requests_stacks(STALL_SECONDS + 1)
         assert len(attempt.tick(STACK_TIMEOUT_SECONDS + 1)) == 2
         for _ in range(5):
             assert attempt.tick(STALL_SECONDS) == []
@@ -240,6 +251,45 @@ def test_attempt_without_active_hosts_is_no_late_start() -> None:
     assert attempt.tick(START_SECONDS + 1) == []
 
 
+def test_late_reply_to_an_earlier_request_does_not_count() -> None:
+    attempt = Attempt()
+    assert attempt.requests_stacks(STALL_SECONDS + 1)
+    attempt.detector.record_progress(attempt.now)
+    assert attempt.requests_stacks(STALL_SECONDS + 1)
+    for host in range(2):
+        reply = RankStacks(host, 0, attempt.now, (rank_progress(host),), attempt.requests - 1)
+        attempt.detector.receive(host, reply)
+    assert attempt.tick(1) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "headline"),
+    [
+        pytest.param(
+            rank_progress(0, host="h0"),
+            "h1: stalled: no rank has made progress for 60 s, and this host's agent did not report "
+            "the stacks of its ranks, unlike those of other hosts",
+            id="running",
+        ),
+        pytest.param(
+            rank_progress(0, host="h0", stopped=True),
+            "h0: rank 0 stalled: no rank has made progress for 60 s, and this one is behind in "
+            "training at step 5; its process is stopped (SIGSTOP)",
+            id="stopped",
+        ),
+    ],
+)
+def test_host_that_reports_no_stacks_is_to_blame_unless_a_rank_is_stopped(
+    rank: RankProgress, headline: str
+) -> None:
+    attempt = Attempt()
+    assert attempt.requests_stacks(STALL_SECONDS + 1)
+    attempt.reply(0, rank)
+    _, report = attempt.tick(STACK_TIMEOUT_SECONDS + 1)
+    assert isinstance(report, FailureReport)
+    assert report.failure.headline() == headline
+
+
 def test_end_of_all_hosts_is_not_the_end_of_an_overdue_collective() -> None:
     attempt = Attempt()
     attempt.explain_overdue()
@@ -252,7 +302,7 @@ def test_pause_extends_the_time_without_progress() -> None:
     assert attempt.tick(STALL_SECONDS) == []
     attempt.pause(500)
     assert attempt.tick(0) == []
-    assert attempt.tick(1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(1)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +311,7 @@ def test_pause_extends_the_time_without_progress() -> None:
 def test_pause_extends_the_time_for_stacks(is_overdue: bool) -> None:
     attempt = Attempt()
     attempt.hosts[0].overdue_since = 3.0 if is_overdue else None
-    assert attempt.tick(1 if is_overdue else STALL_SECONDS + 1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(1 if is_overdue else STALL_SECONDS + 1)
     attempt.reply(0, recorded_rank(0))
     attempt.pause(500)
     assert attempt.tick(STACK_TIMEOUT_SECONDS) == []
@@ -283,10 +333,45 @@ def test_overdue_collective_is_explained_until_it_ends() -> None:
     assert attempt.tick(1) == []
 
 
+def test_next_overdue_collective_is_explained_anew() -> None:
+    attempt = Attempt()
+    remark = attempt.explain_overdue()
+    attempt.hosts[0].overdue_since = 90.0
+    going_on, order = attempt.tick(1)
+    assert going_on == Notice("hang", 0, remark="the job goes on")
+    assert isinstance(order, DumpStacks)
+    assert attempt.detector.find_cause_of(attempt.fail(0)) is None
+    attempt.reply(0, recorded_rank(0))
+    attempt.reply(1, rank_progress(1, host="h1"))
+    assert attempt.tick(1) == [Notice("hang", 0, remark=remark)]
+
+
+def test_host_that_becomes_overdue_later_waits_in_the_same_collective() -> None:
+    attempt = Attempt()
+    remark = attempt.explain_overdue()
+    attempt.hosts[1].overdue_since = 30.0
+    assert attempt.tick(1) == []
+    attempt.active.discard(0)
+    assert attempt.tick(1) == []
+    assert attempt.detector.hang_remark == remark
+
+
+def test_pause_after_a_request_does_not_hide_the_cause_of_a_failure() -> None:
+    attempt = Attempt()
+    attempt.hosts[0].overdue_since = 3.0
+    assert attempt.requests_stacks(1)
+    failure = attempt.fail(0)
+    attempt.pause(500)
+    attempt.reply(0, recorded_rank(0))
+    attempt.reply(1, rank_progress(1, host="h1"))
+    assert len(attempt.tick(1)) == 1
+    assert attempt.detector.find_cause_of(failure) is not None
+
+
 def test_overdue_collective_without_an_explanation_is_not_asked_for_again() -> None:
     attempt = Attempt()
     attempt.hosts[0].overdue_since = 3.0
-    assert attempt.tick(1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(1)
     attempt.reply(0)
     attempt.reply(1)
     assert attempt.tick(1) == []
@@ -297,8 +382,8 @@ def test_stall_takes_over_the_request_of_an_overdue_collective() -> None:
     attempt = Attempt()
     assert attempt.tick(STALL_SECONDS) == []
     attempt.hosts[0].overdue_since = 3.0
-    assert attempt.tick(0) == [DumpStacks(0)]
-    assert attempt.tick(1) == [DumpStacks(0)]
+    assert attempt.requests_stacks(0)
+    assert attempt.requests_stacks(1)
     attempt.reply(0, recorded_rank(0))
     attempt.reply(1)
     notice, report, order = attempt.tick(1)
@@ -306,7 +391,7 @@ def test_stall_takes_over_the_request_of_an_overdue_collective() -> None:
     assert isinstance(report, FailureReport)
     assert report.failure.headline().startswith("h1: rank 1 never entered all_reduce #2")
     # The job continues with on_failure: leave.
-    assert order == DumpStacks(0)
+    assert isinstance(order, DumpStacks)
 
 
 def test_failure_in_an_overdue_collective_is_its_consequence() -> None:
