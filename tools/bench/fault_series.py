@@ -36,6 +36,9 @@ _LOST_HOST_TIMEOUT = 4
 _HANG_TIMEOUT = 5
 _STEPS_BETWEEN = 5
 _MAX_SECONDS = 180.0
+# So small that rounding errors do not grow. With 1e-3, undisturbed runs on one host and on three
+# differ by more than the tolerance after some 4,000 steps.
+_LEARNING_RATE = 1e-5
 _TOLERANCE = 1e-5
 """Relative and absolute difference of losses, which different numbers of hosts may cause."""
 _AGENT = "flagscale.launcher.agent"
@@ -143,8 +146,12 @@ def _configure(lab: Any, runner: dict[str, Any], steps: int | None, **logging: A
     from support.training_lab import LLAMA, PROGRAM, train_sections
 
     train = train_sections(steps, logging=logging)
-    # Divides by the replicas of two and of three hosts.
-    model = {**LLAMA["model"], "global_batch_size": 6, "train_iters": 1_000_000}
+    model = {
+        **LLAMA["model"],
+        "global_batch_size": 6,  # divides by the replicas of two and of three hosts
+        "train_iters": 1_000_000,
+        "optimizer": {"lr": _LEARNING_RATE, "lr_decay_style": "constant"},
+    }
     lab.configure(
         light=False,
         task={"entrypoint": str(PROGRAM)},
@@ -204,8 +211,6 @@ def train_through_faults(faults: int, seed: int, directory: Path) -> dict[str, A
             from support.training_lab import read_losses
 
             expected = {row[0]: row[1] for row in read_losses(lab)}
-    # With an absolute tolerance as well: the model learns the mock data by heart, and its loss
-    # becomes small.
     excess = [
         abs(loss - expected[step]) / (_TOLERANCE * (1 + abs(expected[step])))
         for _, step, loss in losses
