@@ -164,11 +164,14 @@ class HangDetector:
                 hosts[0].name,
                 self._output_path,
                 self._find_hang(ranks),
-                silent_hosts=[
-                    host.name
-                    for number, host in active_hosts.items()
-                    if number not in self._rank_stacks
-                ],
+                silent_host=next(
+                    (
+                        host.name
+                        for number, host in active_hosts.items()
+                        if number not in self._rank_stacks
+                    ),
+                    "",
+                ),
             )
             self._stacks_requested_at, self._is_stall_reported = None, True
             yield Notice("stalled", self._attempt, report.failure)
@@ -316,7 +319,7 @@ def stalled_report(
     host: str,
     output: Path,
     finding: HangFinding | None = None,
-    silent_hosts: Sequence[str] = (),
+    silent_host: str = "",
 ) -> FailureReport:
     """Return the report of a job without progress for ``stalled_seconds``.
 
@@ -324,33 +327,24 @@ def stalled_report(
         host: Host to report if there are no ranks.
         output: Log to report if no rank is to blame.
         finding: Cause of the stall, if it is known.
-        silent_hosts: Hosts that have not reported the stacks of their ranks.
+        silent_host: Host that has not reported the stacks of its ranks; empty if there is none.
 
     Returns:
         A report whose time the caller has to set.
     """
+    stalled = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
     if finding is not None:
-        remark = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
-        return explained_report(finding, ranks, remark, output)
+        return explained_report(finding, ranks, stalled, output)
     straggler = find_straggler(ranks)
-    if straggler is not None and silent_hosts and not straggler.stopped:
-        reason = (
-            f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this host's "
-            "agent did not report the stacks of its ranks, unlike those of other hosts"
-        )
-        return FailureReport(
-            host_failure(silent_hosts[0], reason, output), 0.0, FailureKind.PROCESS_KILLED
-        )
     if straggler is None:
-        reason = f"stalled: no rank has made progress for {stalled_seconds:.0f} s"
-        return FailureReport(
-            host_failure(host, reason, output),
-            0.0,
-            FailureKind.PROCESS_KILLED,
+        return _report_of_host(host, stalled, output)
+    if silent_host and not straggler.stopped:
+        reason = (
+            f"{stalled}, and this host's agent did not report the stacks of its ranks, unlike "
+            "those of other hosts"
         )
-    reason = (
-        f"stalled: no rank has made progress for {stalled_seconds:.0f} s, and this one is behind"
-    )
+        return _report_of_host(silent_host, reason, output)
+    reason = f"{stalled}, and this one is behind"
     if straggler.doing:
         reason += f" {straggler.doing}"
     if straggler.step is not None:
@@ -370,6 +364,10 @@ def stalled_report(
         log=straggler.log,
     )
     return FailureReport(failure, 0.0, FailureKind.PROCESS_KILLED)
+
+
+def _report_of_host(host: str, reason: str, output: Path) -> FailureReport:
+    return FailureReport(host_failure(host, reason, output), 0.0, FailureKind.PROCESS_KILLED)
 
 
 def explained_report(
