@@ -1,6 +1,6 @@
 """Judgement of hosts by the measurements of equal devices. Pure functions, standard library alone.
 
-One pass gives suspicions. :func:`confirm` keeps those that two passes agree on.
+One pass gives suspicions. :func:`judge_passes` keeps those that two passes agree on.
 """
 
 from __future__ import annotations
@@ -9,12 +9,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 from flagscale.accelerators.health import DeviceReading
+from flagscale.health.all_rates import Rates, compare_hosts
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement
-from flagscale.health.names import ALL_REDUCE, DEVICE_STATE, EXCHANGE, HARDWARE, format_rate
+from flagscale.health.names import (
+    ALL_RATES,
+    ALL_REDUCE,
+    DEVICE_STATE,
+    EXCHANGE,
+    HARDWARE,
+    format_rate,
+)
 from flagscale.health.slow import MIN_COUNT, Comparison, compare_rates
 
 EXCHANGE_UNIT = "GB/s"
@@ -67,18 +76,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Findings and comparisons of one pass, or of all passes together."""
+    """Findings and comparisons of all passes so far."""
 
     findings: tuple[Finding, ...] = ()
     groups: tuple[Group, ...] = ()
-
-    @property
-    def has_suspects(self) -> bool:
-        """True if a second pass is needed, which hosts that failed take no part in."""
-        return any(
-            finding.severity is not Severity.WARNING and finding.aspect != _NOT_MEASURED
-            for finding in self.findings
-        )
+    is_open: bool = False
+    """True if another pass may change it. Hosts that failed take no part in it."""
 
     def hosts_with(self, severity: Severity) -> list[int]:
         """Return the hosts that have a finding of a severity, in order."""
@@ -91,8 +94,33 @@ class _Sample(NamedTuple):
     value: float
 
 
-def judge(measurements: Measurements) -> Judgement:
-    """Judge one pass."""
+def judge_passes(passes: Sequence[Measurements]) -> Judgement:
+    """Judge all passes: a host is sick if the last two agree on a finding, or if all passes find it
+    slow by all of its rates. What only one of the last two has found becomes a warning.
+    """
+    findings_by_pass, groups_by_pass = zip(*map(_judge_pass, passes), strict=True)
+    together = [
+        _judge_all_rates(product, rates) for product, rates in _collect_rates(passes).items()
+    ]
+    if len(passes) > 1:
+        findings = _confirm(*findings_by_pass[-2:])
+        is_open = False
+    else:
+        findings = list(findings_by_pass[-1])
+        is_open = any(map(_is_suspicion, findings))
+    for part in together:
+        findings += part.findings
+        # A single pass decides nothing.
+        is_open |= part.is_open or (len(passes) == 1 and bool(part.findings))
+    groups = (*groups_by_pass[-1], *chain.from_iterable(part.groups for part in together))
+    return Judgement(tuple(findings), groups, is_open)
+
+
+def _is_suspicion(finding: Finding) -> bool:
+    return finding.severity is not Severity.WARNING and finding.aspect != _NOT_MEASURED
+
+
+def _judge_pass(measurements: Measurements) -> tuple[list[Finding], list[Group]]:
     findings = [
         Finding(host, HARDWARE, "", _NOT_MEASURED, Severity.UNCLEAR, f"not measured: {reason}")
         for host, reason in measurements.failures.items()
@@ -110,7 +138,8 @@ def judge(measurements: Measurements) -> Judgement:
             Finding(
                 sample.host,
                 check,
-                sample.device.label,
+                # In another pass, another device may be the slowest one, which stands for the host.
+                "" if _is_shared(check, sample) else sample.device.label,
                 "slow",
                 Severity.SICK,
                 f"{sample.device.label}: {format_rate(sample.value)} {unit}, "
@@ -120,35 +149,62 @@ def judge(measurements: Measurements) -> Judgement:
             for sample in samples
             if comparison.is_slow(sample.value)
         ]
-    return Judgement(tuple(findings), tuple(groups))
+    return findings, groups
 
 
-def confirm(judgements: Sequence[Judgement]) -> Judgement:
-    """Return the judgement of all passes: a host is sick if the last two passes agree on it.
-
-    What only one of them found becomes a warning. A single pass without suspicions stands.
-    """
-    last = judgements[-1]
-    if len(judgements) < 2:
-        return last
-    first = judgements[-2]
-    severities = {finding.key: finding.severity for finding in first.findings}
+def _confirm(first: Sequence[Finding], last: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of two passes, as warnings if the other pass does not have them."""
+    severities = {finding.key: finding.severity for finding in first}
     findings = [
         finding
         if finding.severity is Severity.WARNING
         or severities.get(finding.key, Severity.WARNING) is not Severity.WARNING
         else _weaken(finding, "but not in the measurement before")
-        for finding in last.findings
+        for finding in last
     ]
-    repeated = {finding.key for finding in last.findings}
-    findings += [
+    repeated = {finding.key for finding in last}
+    return findings + [
         finding
         if finding.severity is Severity.WARNING
         else _weaken(finding, "but not when measured again")
-        for finding in first.findings
+        for finding in first
         if finding.key not in repeated
     ]
-    return Judgement(tuple(findings), last.groups)
+
+
+def _collect_rates(passes: Sequence[Measurements]) -> Mapping[str, Sequence[Rates]]:
+    """Return the rates of hosts without devices by product, one entry per pass."""
+    rates: dict[str, list[dict[str, Mapping[int, float]]]] = {}
+    for number, measurements in enumerate(passes):
+        for (check, product, _), samples in _collect_samples(measurements).items():
+            if samples[0].device.is_host:
+                by_pass = rates.setdefault(product, [{} for _ in passes])
+                by_pass[number][check] = {sample.host: sample.value for sample in samples}
+    return rates
+
+
+def _judge_all_rates(product: str, passes: Sequence[Rates]) -> Judgement:
+    """Judge equal hosts by all of their rates in all passes."""
+    speeds = compare_hosts(passes)
+    if speeds is None:
+        return Judgement()
+    comparison = speeds.comparison
+    count = "" if len(passes) == 1 else f" in {len(passes)} measurements"
+    findings = tuple(
+        Finding(
+            host,
+            ALL_RATES,
+            "",
+            "slow",
+            Severity.SICK,
+            f"{comparison.shortfall(speed):.0%} slower than the median of {comparison.count} equal "
+            f"hosts{count}",
+        )
+        for host, speed in speeds.speeds.items()
+        if speeds.is_slow(host)
+    )
+    group = Group(ALL_RATES, product, "of the usual speed", frozenset(speeds.speeds), comparison)
+    return Judgement(findings, (group,), any(map(speeds.needs_another_pass, speeds.speeds)))
 
 
 def _weaken(finding: Finding, reason: str) -> Finding:
@@ -176,11 +232,14 @@ def _collect_samples(
                     key = (name, describe_product(device), unit)
                     samples.setdefault(key, []).append(_Sample(host, device, value))
     return {
-        key: _slowest_by_host(members)
-        if key[0] in _CHECKS_OF_HOSTS or members[0].device.is_host
-        else members
+        key: _slowest_by_host(members) if _is_shared(key[0], members[0]) else members
         for key, members in samples.items()
     }
+
+
+def _is_shared(check: str, sample: _Sample) -> bool:
+    """Return True if the devices of a host share what is measured."""
+    return check in _CHECKS_OF_HOSTS or sample.device.is_host
 
 
 def _slowest_by_host(samples: Sequence[_Sample]) -> list[_Sample]:

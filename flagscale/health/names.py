@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+ALL_RATES = "all rates together"
+"""Comparison of hosts without devices by the mean of their rates."""
 ALL_REDUCE = "all_reduce within the host"
 EXCHANGE = "exchange with hosts"
 DEVICE_STATE = "device state"

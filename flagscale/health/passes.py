@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from flagscale.health.judgement import Judgement, confirm, judge
+from flagscale.health.judgement import Judgement, judge_passes
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import HealthCommand, HealthEvent, PairMeasurement, PairRound
 from flagscale.health.pairing import pair_hosts
@@ -23,6 +23,7 @@ _MEASURE_SECONDS = 240.0
 _PAIR_SECONDS = 60.0
 _QUICK_WINDOW = 0.3
 _FULL_WINDOW = 2.0
+_MOST_PASSES = 5
 _PAIR_SHARE = 0.5
 """Window of an exchange between hosts as a fraction of that of a matrix product."""
 
@@ -53,22 +54,22 @@ def measure_in_passes(
     *,
     full: bool = False,
 ) -> PassSteps:
-    """Measure hosts, and again if something is suspicious.
+    """Measure hosts, and again as long as that may change the judgement.
 
     Args:
         ready: the event ``ready`` of each host.
         failures: reasons why hosts take no further part; the caller adds to it.
         name: name of this check, different from those of other checks of the same workers.
-        full: measure longer, and always twice.
+        full: measure longer, and at least twice.
     """
-    window = _FULL_WINDOW if full else _QUICK_WINDOW
-    check = _Check(ready, failures, name, window)
-    passes = [(yield from check.measure(0))]
-    judgements = [judge(passes[0])]
-    if full or judgements[0].has_suspects:
-        passes.append((yield from check.measure(1)))
-        judgements.append(judge(passes[1]))
-    return Passes(tuple(passes), confirm(judgements))
+    check = _Check(ready, failures, name, _FULL_WINDOW if full else _QUICK_WINDOW)
+    passes: list[Measurements] = []
+    while True:
+        passes.append((yield from check.measure(len(passes))))
+        judgement = judge_passes(passes)
+        may_change = judgement.is_open or (full and len(passes) == 1)
+        if not may_change or len(passes) == _MOST_PASSES:
+            return Passes(tuple(passes), judgement)
 
 
 class _Check(NamedTuple):

@@ -31,7 +31,8 @@ DETECTABLE = 0.20
 MIN_COUNT = 4
 """Smallest number of equal devices. Among fewer it is unclear which of them are healthy."""
 _CUTOFF = 3.5
-_NORMAL_CONSISTENCY = 1.4826
+NORMAL_CONSISTENCY = 1.4826
+"""Standard deviation of normal noise, as a multiple of the median absolute deviation."""
 _SMALL_SAMPLE = (1.196, 1.495, 1.363, 1.206, 1.200, 1.140, 1.129, 1.107)
 """b(n) for n from 2 to 9; n / (n - 0.8) above."""
 
@@ -73,7 +74,7 @@ def noise_limit(values: Sequence[float]) -> float:
     """
     median = statistics.median(values)
     deviation = statistics.median(abs(value - median) for value in values)
-    spread = _NORMAL_CONSISTENCY * _correct_small_sample(len(values)) * deviation / median
+    spread = NORMAL_CONSISTENCY * _correct_small_sample(len(values)) * deviation / median
     return _CUTOFF * spread
 
 

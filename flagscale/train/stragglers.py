@@ -1,24 +1,37 @@
-"""Detection of stragglers: ranks that work longer in a step than equal ranks, which wait for them.
+"""Detection of stragglers: ranks that need longer for their own work than equal ranks, and make
+those wait.
 
-Working time is the time of a step without waiting for others. A rank is compared with the ranks
-that do the same work on the same kind of device. Times are collected over windows of at least
-:data:`WINDOW_SECONDS` and :data:`MIN_STEPS` measured steps. A rank is slow in a window if
+Working time is the time of a step without waiting for others. Equal ranks do the same work on the
+same kind of device. Times are collected over windows of at least :data:`WINDOW_SECONDS` and
+:data:`MIN_STEPS` measured steps. The excess of a rank in a window is the fraction by which it works
+longer than the median of the other equal ranks. It is taken of the mean and of the median of the
+steps, and both have to be large: single long steps change the mean alone. A window is slow if
 
-- it works longer than the median of the equal ranks, by more than the threshold and by more than
-  their noise (see :mod:`flagscale.health.slow`), both in the mean and in the median of its steps,
-  so that neither single long steps nor a few usual ones decide, and
-- the equal ranks wait for others meanwhile, by at least :data:`MIN_COST` of a step.
+- the excess is more than half of the threshold (in a small group, of less than
+  :data:`.slow.MIN_COUNT` ranks, whose noise is not known: more than the threshold), and
+- its cost is at least :data:`MIN_COST` of a step, see :attr:`Straggler.cost_seconds`.
 
-A rank is a straggler after :data:`CONFIRMING_WINDOWS` slow windows in a row (of fewer than four
-equal ranks: :data:`CONFIRMING_WINDOWS_OF_FEW`), until as many windows in a row are not slow. The
-first report, which contains warm-up, is left out. No torch here.
+A rank is a straggler after n slow windows in a row, n >= :data:`CONFIRMING_WINDOWS` (in a small
+group: :data:`CONFIRMING_WINDOWS_OF_FEW`), if the mean of their excesses is more than the threshold
+and more than
+
+    L * sqrt(CONFIRMING_WINDOWS / n)
+
+L is the mean noise limit of the last :data:`_NOISE_WINDOWS` windows, 3.5 standard deviations of one
+window (:mod:`flagscale.health.slow`). The noise of a mean of n windows is smaller by sqrt(n); the
+factor makes that 6 of its standard deviations, because an hour has many windows and many ranks.
+
+It is a straggler until as many windows in a row are not slow. The first report, which contains
+warm-up, is left out. This module does not import torch.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,9 +43,12 @@ WINDOW_SECONDS = 10.0
 MIN_STEPS = 5
 """Minimum number of measured steps of each rank in a window."""
 CONFIRMING_WINDOWS = 3
-"""Number of consecutive windows that must agree."""
+"""Smallest number of consecutive slow windows of a straggler."""
 CONFIRMING_WINDOWS_OF_FEW = 8
-"""The same for a rank with fewer than three equal ranks, whose noise is not known."""
+"""The same in a small group."""
+_MOST_WINDOWS = 9
+"""Largest number n of slow windows: the last ones count."""
+_NOISE_WINDOWS = 18
 MIN_COST = 0.01
 """Smallest cost of a straggler, as a fraction of a step."""
 _MAX_LISTED_RANKS = 8
@@ -47,7 +63,7 @@ class RankPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Straggler:
-    """Rank that works longer than equal ranks, by the mean of the windows that agree."""
+    """Rank that works longer than equal ranks, in one window or in the mean of several."""
 
     rank: int
     host: str
@@ -58,7 +74,8 @@ class Straggler:
     section: str
     """Section with the largest difference."""
     cost_seconds: float
-    """Time of a step in which the equal ranks wait for this one."""
+    """Time of a step in which the equal ranks wait for this one: its excess, but at most the median
+    of their waiting times."""
     step_seconds: float
 
     @property
@@ -82,6 +99,40 @@ class Straggler:
         }
 
 
+_Pair = tuple[float, float]
+"""Values by the median and by the mean of a window's steps."""
+
+
+class _SlowWindow(NamedTuple):
+    measured: Straggler
+    excesses: _Pair
+
+
+class PeerTimes:
+    """Times of at least two equal ranks."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._sorted = sorted(values)
+
+    def median_without(self, value: float) -> float:
+        """Return the median of the times without one that equals ``value``."""
+        index = bisect_left(self._sorted, value)
+        count = len(self._sorted) - 1
+        lower, upper = (count - 1) // 2, count // 2
+        return (self._sorted[lower + (lower >= index)] + self._sorted[upper + (upper >= index)]) / 2
+
+    def excess_of(self, value: float) -> float:
+        """Return the fraction by which a time is longer than the median of the others."""
+        usual = self.median_without(value)
+        return value / usual - 1 if usual > 0 else 0.0
+
+    @property
+    def noise_limit(self) -> float:
+        """Largest usual excess; 0 if there are too few values."""
+        is_known = len(self._sorted) >= MIN_COUNT and statistics.median(self._sorted) > 0
+        return noise_limit(self._sorted) if is_known else 0.0
+
+
 @dataclass(frozen=True)
 class StragglerUpdate:
     """Change of the stragglers."""
@@ -99,6 +150,24 @@ class StragglerUpdate:
         return list(_describe_stragglers(self.stragglers))
 
 
+class _Group:
+    """Ranks of equal work, and the noise of the last windows."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.noise_limits: deque[_Pair] = deque(maxlen=_NOISE_WINDOWS)
+
+    @property
+    def is_small(self) -> bool:
+        """True if the noise of so few ranks is not known."""
+        return len(self.ranks) < MIN_COUNT
+
+    @property
+    def confirming_windows(self) -> int:
+        """Smallest number of consecutive windows that decide about a rank."""
+        return CONFIRMING_WINDOWS_OF_FEW if self.is_small else CONFIRMING_WINDOWS
+
+
 class StragglerDetector:
     """Compares ranks by their times of successive reports."""
 
@@ -107,18 +176,18 @@ class StragglerDetector:
 
         Args:
             places: place of each rank.
-            threshold: ratio of working times from which on a rank may be a straggler.
+            threshold: ratio of working times, above 1, above which a rank may be a straggler.
         """
         self._places = places
-        self._threshold = threshold - 1
+        self._least_excess = threshold - 1
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, place in enumerate(places):
             groups[place.work].append(rank)
-        self._groups = [ranks for ranks in groups.values() if len(ranks) > 1]
+        self._groups = [_Group(ranks) for ranks in groups.values() if len(ranks) > 1]
         self._window: list[Mapping[int, SectionTimes]] = []
         self._window_start: float | None = None
         # Consecutive windows in which a rank was slow, and in which a straggler was not.
-        self._slow_windows: dict[int, list[Straggler]] = {}
+        self._slow_windows: dict[int, list[_SlowWindow]] = {}
         self._usual_windows: dict[int, int] = {}
         self._stragglers: dict[int, Straggler] = {}
 
@@ -129,7 +198,7 @@ class StragglerDetector:
 
     @property
     def cost(self) -> float:
-        """Fraction of a step that the stragglers cost: that of the slowest one."""
+        """Fraction of a step that the stragglers cost: the largest of all."""
         return max((straggler.cost for straggler in self._stragglers.values()), default=0.0)
 
     def add_report(
@@ -141,55 +210,63 @@ class StragglerDetector:
             times: times of each rank; None if it has measured no step.
             now: seconds of a monotonic clock.
         """
+        if not self._groups:
+            return None
         if self._window_start is None:  # the first report
             self._window_start = now
             return None
         self._window.append({rank: item for rank, item in enumerate(times) if item is not None})
-        ranks = [rank for group in self._groups for rank in group]
+        ranks = [rank for group in self._groups for rank in group.ranks]
         steps = (sum(row[rank].steps for row in self._window if rank in row) for rank in ranks)
         if now - self._window_start < WINDOW_SECONDS or min(steps, default=0) < MIN_STEPS:
             return None
         window, self._window, self._window_start = self._window, [], now
-        slow = {item.rank: item for group in self._groups for item in self._judge(group, window)}
+        slow = {
+            item.measured.rank: item
+            for group in self._groups
+            for item in self._judge(group, window)
+        }
         return self._update(slow)
 
     def _judge(
-        self, group: Sequence[int], window: Sequence[Mapping[int, SectionTimes]]
-    ) -> Iterator[Straggler]:
-        """Yield the ranks of a group that are slow in a window."""
-        means = {rank: _average([row[rank] for row in window if rank in row]) for rank in group}
-        for rank, times in means.items():
-            equal = [item for other, item in means.items() if other != rank]
-            usual = statistics.median(item.work_seconds for item in equal)
-            excess_seconds = times.work_seconds - usual
-            if not (
-                self._exceeds(times.work_seconds, [item.work_seconds for item in equal])
-                and self._exceeds(
-                    times.mean_work_seconds, [item.mean_work_seconds for item in equal]
-                )
-            ):
+        self, group: _Group, window: Sequence[Mapping[int, SectionTimes]]
+    ) -> Iterator[_SlowWindow]:
+        """Yield the ranks of a group for which a window is slow."""
+        times = {
+            rank: _average([row[rank] for row in window if rank in row]) for rank in group.ranks
+        }
+        medians = PeerTimes(item.work_seconds for item in times.values())
+        means = PeerTimes(item.mean_work_seconds for item in times.values())
+        waiting = PeerTimes(item.seconds[WAITING] for item in times.values())
+        usual_sections = median_sections(list(times.values()))
+        group.noise_limits.append((medians.noise_limit, means.noise_limit))
+        least = self._least_excess if group.is_small else self._least_excess / 2
+        for rank, item in times.items():
+            excesses = (
+                medians.excess_of(item.work_seconds),
+                means.excess_of(item.mean_work_seconds),
+            )
+            if min(excesses) <= least:
                 continue
-            waiting = statistics.median(item.seconds[WAITING] for item in equal)
+            usual = medians.median_without(item.work_seconds)
             straggler = Straggler(
                 rank=rank,
                 host=self._places[rank].host,
-                work_seconds=times.work_seconds,
+                work_seconds=item.work_seconds,
                 usual_seconds=usual,
-                equal_ranks=len(equal),
-                section=_find_slow_section(times, equal),
-                cost_seconds=min(excess_seconds, waiting),
-                step_seconds=times.step_seconds,
+                equal_ranks=len(times) - 1,
+                section=_find_slow_section(item, usual_sections),
+                cost_seconds=min(
+                    item.work_seconds - usual, waiting.median_without(item.seconds[WAITING])
+                ),
+                step_seconds=item.step_seconds,
             )
             if straggler.cost >= MIN_COST:
-                yield straggler
+                yield _SlowWindow(straggler, excesses)
 
-    def _exceeds(self, seconds: float, equal: Sequence[float]) -> bool:
-        usual = statistics.median(equal)
-        return usual > 0 and seconds / usual - 1 > max(self._threshold, noise_limit(equal))
-
-    def _update(self, slow: Mapping[int, Straggler]) -> StragglerUpdate | None:
+    def _update(self, slow: Mapping[int, _SlowWindow]) -> StragglerUpdate | None:
         self._slow_windows = {
-            rank: [*self._slow_windows.get(rank, ()), item][-_count_windows(item) :]
+            rank: [*self._slow_windows.get(rank, ()), item][-_MOST_WINDOWS:]
             for rank, item in slow.items()
         }
         self._usual_windows = {
@@ -197,12 +274,13 @@ class StragglerDetector:
             for rank in self._stragglers
         }
         before = set(self._stragglers)
-        for rank, count in self._usual_windows.items():
-            if count >= _count_windows(self._stragglers[rank]):
-                del self._stragglers[rank]
-        for rank, windows in self._slow_windows.items():
-            if len(windows) >= _count_windows(windows[-1]):
-                self._stragglers[rank] = _combine(windows)
+        for group in self._groups:
+            for rank in group.ranks:
+                if self._usual_windows.get(rank, 0) >= group.confirming_windows:
+                    del self._stragglers[rank], self._usual_windows[rank]
+                windows = self._slow_windows.get(rank, ())
+                if self._is_confirmed(windows, group):
+                    self._stragglers[rank] = _combine([window.measured for window in windows])
         current = set(self._stragglers)
         if current == before:
             return None
@@ -211,6 +289,20 @@ class StragglerDetector:
             tuple(self._stragglers[rank] for rank in sorted(current)),
             tuple(_describe_stragglers(new)),
             tuple(self._describe_recovered(sorted(before - current))),
+        )
+
+    def _is_confirmed(self, windows: Sequence[_SlowWindow], group: _Group) -> bool:
+        """Return True if these consecutive windows show a straggler."""
+        if len(windows) < group.confirming_windows:
+            return False
+        factor = math.sqrt(CONFIRMING_WINDOWS / len(windows))
+        return all(
+            statistics.fmean(excesses) > max(self._least_excess, factor * statistics.fmean(limits))
+            for excesses, limits in zip(
+                zip(*(window.excesses for window in windows), strict=True),
+                zip(*group.noise_limits, strict=True),
+                strict=True,
+            )
         )
 
     def _describe_recovered(self, ranks: Sequence[int]) -> Iterator[str]:
@@ -222,26 +314,21 @@ class StragglerDetector:
             yield f"{_format_ranks(members)} ({host}) {verb} as fast as equal ranks again"
 
 
-def _count_windows(straggler: Straggler) -> int:
-    """Return the number of windows that must agree on a rank."""
-    is_few = straggler.equal_ranks + 1 < MIN_COUNT
-    return CONFIRMING_WINDOWS_OF_FEW if is_few else CONFIRMING_WINDOWS
-
-
 def _describe_stragglers(stragglers: Sequence[Straggler]) -> Iterator[str]:
     """Yield a sentence per host."""
     hosts: dict[str, list[Straggler]] = defaultdict(list)
     for straggler in stragglers:
         hosts[straggler.host].append(straggler)
     for host, members in hosts.items():
-        worst = max(members, key=lambda straggler: straggler.cost)
+        worst = max(members, key=lambda straggler: straggler.excess)
+        costliest = max(members, key=lambda straggler: straggler.cost)
         one = len(members) == 1
         yield (
             f"straggler: {_format_ranks([item.rank for item in members])} ({host}) "
             f"{'works' if one else 'work up to'} {worst.excess:.0%} longer in a step than "
             f"{worst.equal_ranks} equal rank{'s' * (worst.equal_ranks > 1)}, mostly in "
-            f"{worst.section}; this costs all ranks {worst.cost_seconds:.3g} s of a step "
-            f"({worst.cost:.0%})"
+            f"{worst.section}; this costs all ranks {costliest.cost_seconds:.3g} s of a step "
+            f"({costliest.cost:.0%})"
         )
 
 
@@ -252,10 +339,9 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {listed}{' …' if len(ranks) > _MAX_LISTED_RANKS else ''}"
 
 
-def _find_slow_section(times: SectionTimes, equal: Sequence[SectionTimes]) -> str:
+def _find_slow_section(times: SectionTimes, usual: Mapping[str, float]) -> str:
     def difference(section: str) -> float:
-        usual = statistics.median(item.seconds[section] for item in equal)
-        return times.seconds[section] - usual
+        return times.seconds[section] - usual[section]
 
     return max((name for name in SECTIONS if name != WAITING), key=difference)
 

@@ -5,8 +5,10 @@ For each experiment, a search runs first: its own command, in its own directory.
 space are then measured in rounds, each in another random order, so that other programs disturb all
 layouts alike. Later rounds leave out layouts that cannot be the best. A layout counts with the
 fastest of its trials. At the end, the winner of the search and the best measured layout run by
-turns, in new processes, which decides how much slower the winner is. The grid of FlagScale, which
-tries each layout once, is judged by the first round (:mod:`pruned_grid`).
+turns, in new processes, which decides how much slower the winner is. The same is told of the winner
+that the search had after trials for a quarter of the layouts, as if that had been its
+``max_trials``. The grid of FlagScale, which tries each layout once, is judged by the first round
+(:mod:`pruned_grid`).
 
     python tools/bench/auto_tune.py --minutes 40 --output docs/results/auto-tune-cpu.json
     python tools/bench/auto_tune.py --devices cuda --minutes 9.5 --only gpu-4k --output FILE
@@ -57,6 +59,7 @@ from flagscale.tune.records import (  # noqa: E402
     Trial,
     read_trial,
 )
+from flagscale.tune.search import Search  # noqa: E402
 from flagscale.tune.space import Layout, describe_setting, enumerate_space  # noqa: E402
 from flagscale.tune.trial import WARMUP_STEPS, load_trial  # noqa: E402
 from flagscale.tune.trial_processes import TrialProcesses  # noqa: E402
@@ -64,6 +67,8 @@ from flagscale.tune.trial_processes import TrialProcesses  # noqa: E402
 CONFIG = Path("examples/llama3/conf")
 _LONGEST_TRIAL = 150
 """Seconds after which a trial is ended."""
+_BUDGET = 0.25
+"""Trials per layout after which the search is judged as well."""
 _LOG_CHARACTERS = 4000
 _POLL_SECONDS = 0.2
 _SHARE_OF_TURNS = 0.2
@@ -401,6 +406,19 @@ class Comparison:
             return None
         return answer["best"], min(times, key=lambda name: min(times[name]))
 
+    def _judge_budget(self, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Return the trials of the search within the budget, and the winner after them."""
+        trials = self._search_trials[: int(_BUDGET * len(self.space.candidates))]
+        search = Search(self._problem, self.space, self._experiment.tuner, trials)
+        record: dict[str, Any] = {"trials": len(trials)}
+        if (winner := search.winner) is not None and winner.layout.key in times:
+            record |= self._compare_with_fastest(winner.layout.key, times)
+        return record
+
+    @staticmethod
+    def _compare_with_fastest(winner: str, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        return {"winner": winner, "slower": round(min(times[winner]) / _fastest(times) - 1, 4)}
+
     def _judge_grid(self, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Return the trials of FlagScale's grid and, if all of its layouts are measured, the winner
         by its single trials.
@@ -423,8 +441,7 @@ class Comparison:
         record: dict[str, Any] = {"trials": count}
         names = legal.intersection(map(describe_setting, grid))
         if winner is not None and names <= first.keys() | failures.keys():
-            record["winner"] = winner
-            record["slower"] = round(min(times[winner]) / _fastest(times) - 1, 4)
+            record |= self._compare_with_fastest(winner, times)
         return record
 
     def record(self) -> dict[str, Any]:
@@ -465,6 +482,7 @@ class Comparison:
                 "slower": round(winner / best - 1, 4),
                 "judged": "by turns" if by_turns else "by the fastest trials",
             }
+        result["budget"] = self._judge_budget(times)
         result["grid"] = self._judge_grid(times)
         return {
             **result,
@@ -519,9 +537,9 @@ def describe_result(name: str, record: Mapping[str, Any]) -> str:
         )
     return (
         f"{text}; {record['search_trials']} trials of the search, {record['share_of_layouts']:.0%} "
-        f"of all layouts, {record['search_seconds']} s; FlagScale's grid: {record['grid']}; rank "
-        f"correlation "
-        f"{record['rank_correlation']}, spread {record['spread']}"
+        f"of all layouts, {record['search_seconds']} s; after a quarter: {record['budget']}; "
+        f"FlagScale's grid: {record['grid']}; rank correlation {record['rank_correlation']}, "
+        f"spread {record['spread']}"
     )
 
 

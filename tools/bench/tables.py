@@ -376,52 +376,55 @@ def _checkpoints_table() -> str:
 
 def _layout_search_table() -> str:
     headings = (
-        *("Experiment", "layouts", "trials of the search", "of all", "slower than the best"),
-        *("trials of FlagScale's grid", "its winner, slower", "spread of a layout's trials"),
+        *("Experiment", "layouts", "trials of the search", "seconds", "slower than the best"),
+        *("after trials for 25 %", "rank correlation", "trials of FlagScale's grid"),
+        *("its winner, slower", "spread of a layout's trials"),
     )
     rows = []
-    for name, row in _read_results("auto-tune-cpu")["experiments"].items():
-        grid, spread = row["grid"], row["spread"]
+    for name, row in (
+        *_read_results("auto-tune-2xh200")["experiments"].items(),
+        *_read_results("auto-tune-cpu")["experiments"].items(),
+    ):
+        grid, budget, spread = row["grid"], row.get("budget", {}), row["spread"]
         rows.append(
             (
                 name,
                 f"{row['measured_layouts']} of {row['layouts']} measured",
-                str(row["search_trials"]),
-                f"{100 * row['share_of_layouts']:.0f} %",
-                f"{100 * row['slower']:.1f} %" if "slower" in row else "",
+                f"{row['search_trials']}, {100 * row['share_of_layouts']:.0f} %",
+                str(row["search_seconds"]),
+                *(_format_slower(record) for record in (row, budget)),
+                f"{row['rank_correlation']:.2f}",
                 str(grid["trials"]),
-                f"{100 * grid['slower']:.1f} %" if "slower" in grid else "",
-                f"{100 * spread['median']:.1f} %, at most {100 * spread['largest']:.0f} %"
-                if spread
-                else "",
+                _format_slower(grid),
+                f"{100 * spread['median']:.1f} %, at most {100 * spread['largest']:.1f} %",
             )
         )
     return _format_table(headings, rows)
 
 
+def _format_slower(record: Mapping[str, Any]) -> str:
+    return f"{100 * record['slower']:.1f} %" if "slower" in record else ""
+
+
 def _layout_replays_table() -> str:
     headings = (
-        *("Simulated grid", "layouts", "trials, before", "now", "of all", "at most 25 %"),
-        *("within 3 %, before", "now", "loss of 95 %", "largest loss"),
+        *("Simulated grid", "layouts", "trials", "of all", "at most 25 %", "within 3 %"),
+        *("within 3 % after trials for 25 %", "loss of 95 %", "largest loss"),
     )
-    results = _read_results("auto-tune-replays")
-    rows = []
-    for name, row in results["grids"].items():
-        before = results["before"][name]
-        rows.append(
-            (
-                name,
-                str(row["layouts"]),
-                f"{before['trials']:.1f}",
-                f"{row['trials']:.1f}",
-                f"{100 * row['share_of_layouts']:.0f} %",
-                f"{100 * row['within_share']:.0f} %",
-                f"{100 * before['within_3_percent']:.0f} %",
-                f"{100 * row['within_3_percent']:.0f} %",
-                f"{100 * row['loss_of_95_percent']:.1f} %",
-                f"{100 * row['largest_loss']:.1f} %",
-            )
+    rows = [
+        (
+            name,
+            str(row["layouts"]),
+            f"{row['trials']:.1f}",
+            f"{100 * row['share_of_layouts']:.0f} %",
+            f"{100 * row['within_share']:.0f} %",
+            f"{100 * row['within_3_percent']:.0f} %",
+            f"{100 * row['within_3_percent_early']:.0f} %",
+            f"{100 * row['loss_of_95_percent']:.1f} %",
+            f"{100 * row['largest_loss']:.1f} %",
         )
+        for name, row in _read_results("auto-tune-replays")["grids"].items()
+    ]
     return _format_table(headings, rows)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flagscale.accelerators.health import DeviceReading, Rate
-from flagscale.health.judgement import Severity, confirm, judge
+from flagscale.health.judgement import Severity, judge_passes
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement, PairMeasurement
 from flagscale.health.names import ALL_REDUCE, DEVICE_STATE, EXCHANGE, HARDWARE
@@ -41,7 +41,7 @@ def measured(
 def result_of(*passes: Measurements) -> HealthResult:
     hosts = {host for measurement in passes for host in (*measurement.hosts, *measurement.failures)}
     names = tuple(f"h{host:02}" for host in range(len(hosts)))
-    return HealthResult(names, passes, confirm([judge(part) for part in passes]), 9.5)
+    return HealthResult(names, passes, judge_passes(passes), 9.5)
 
 
 def rows_of(*passes: Measurements) -> dict[tuple[str, str], HealthRow]:
@@ -66,43 +66,59 @@ OTHER_SLOW = measured(device(640.0), device(805.0), device(798.0), device(802.0)
 def test_two_measurements_must_agree(
     passes: list[Measurements], sick: list[int], warned: list[int]
 ) -> None:
-    judgement = confirm([judge(measurements) for measurements in passes])
+    judgement = judge_passes(passes)
     assert judgement.hosts_with(Severity.SICK) == sick
     assert judgement.hosts_with(Severity.WARNING) == warned
 
 
 def test_only_suspicions_need_a_second_pass() -> None:
-    assert not judge(HEALTHY).has_suspects
-    assert judge(SLOW).has_suspects
+    assert not judge_passes([HEALTHY]).is_open
+    assert judge_passes([SLOW]).is_open
     warning = DeviceReading(warnings={"power limit": "the power limit is 500 W"})
-    assert not judge(measured(*[device(reading=warning)] * 4)).has_suspects
-    assert not judge(measured(device(), failures={1: "no route"})).has_suspects
+    assert not judge_passes([measured(*[device(reading=warning)] * 4)]).is_open
+    assert not judge_passes([measured(device(), failures={1: "no route"})]).is_open
 
 
 def test_devices_of_other_products_are_compared_apart() -> None:
     old = [device(300.0, product="A100") for _ in range(4)]
     other = [device(500.0, machine="with another bus") for _ in range(4)]
-    assert judge(measured(*[device()] * 4, *old, *other)).findings == ()
+    assert judge_passes([measured(*[device()] * 4, *old, *other)]).findings == ()
 
 
 @pytest.mark.parametrize(
-    ("hosts", "check", "is_host", "count"),
+    ("hosts", "check", "is_host", "count", "slow_devices"),
     [
-        pytest.param(2, PRODUCT, False, 4, id="devices of two hosts"),
-        pytest.param(2, PRODUCT, True, 2, id="processes on the CPUs of two hosts"),
-        pytest.param(2, ALL_REDUCE, False, 2, id="all_reduce within two hosts"),
-        pytest.param(4, ALL_REDUCE, False, 4, id="all_reduce within four hosts"),
+        pytest.param(2, PRODUCT, False, 4, ["GPU 1"], id="devices of two hosts"),
+        pytest.param(2, PRODUCT, True, 2, [], id="processes on the CPUs of two hosts"),
+        pytest.param(2, ALL_REDUCE, False, 2, [], id="all_reduce within two hosts"),
+        pytest.param(4, ALL_REDUCE, False, 4, [""], id="all_reduce within four hosts"),
     ],
 )
 def test_what_devices_share_counts_once_per_host(
-    hosts: int, check: str, is_host: bool, count: int
+    hosts: int, check: str, is_host: bool, count: int, slow_devices: list[str]
 ) -> None:
     rates = (Rate(check, 100.0, "GB/s"),)
     devices = [device(number=n, is_host=is_host, rates=rates) for n in range(2)]
     slow = [devices[0], device(number=1, is_host=is_host, rates=(Rate(check, 70.0, "GB/s"),))]
-    judgement = judge(measured(slow, *[devices] * (hosts - 1)))
+    judgement = judge_passes([measured(slow, *[devices] * (hosts - 1))])
     assert [group.comparison.count for group in judgement.groups] == [count]
-    assert [finding.device for finding in judgement.findings] == ["GPU 1"] * (count == 4)
+    assert [finding.device for finding in judgement.findings] == slow_devices
+
+
+def test_passes_agree_on_a_host_by_different_slowest_devices() -> None:
+    def measure(*rates: float) -> Measurements:
+        slow = [
+            device(number=number, rates=(Rate(ALL_REDUCE, rate, "GB/s"),))
+            for number, rate in enumerate(rates)
+        ]
+        usual = [replace(item, rates=(Rate(ALL_REDUCE, 100.0, "GB/s"),)) for item in slow]
+        return measured(slow, usual, usual, usual)
+
+    judgement = judge_passes([measure(70.0, 72.0), measure(72.0, 70.0)])
+    assert [finding.text for finding in judgement.findings] == [
+        "GPU 1: 70 GB/s, 30% below the median of 4 equal ones (100)"
+    ]
+    assert judgement.hosts_with(Severity.SICK) == [0]
 
 
 def test_one_slow_device_of_a_host_is_named() -> None:
@@ -141,8 +157,7 @@ BROKEN = DeviceReading(faults={"ECC": "3 uncorrected ECC error(s)"})
 def test_reading_of_a_device(
     readings: list[DeviceReading], sick: list[int], warned: list[int]
 ) -> None:
-    pass_ = judge(measured(*[device(reading=reading) for reading in readings]))
-    judgement = confirm([pass_, pass_])
+    judgement = judge_passes([measured(*[device(reading=reading) for reading in readings])] * 2)
     assert judgement.hosts_with(Severity.SICK) == sick
     assert judgement.hosts_with(Severity.WARNING) == warned
 
@@ -184,7 +199,7 @@ def bad(partner: int) -> PairMeasurement:
 def test_host_is_blamed_only_for_what_its_partners_do_better(
     pairs: dict[int, list[PairMeasurement]], expected: dict[int, Severity]
 ) -> None:
-    judgement = judge(measured(*[device()] * 4, pairs=pairs))
+    judgement = judge_passes([measured(*[device()] * 4, pairs=pairs)])
     assert {finding.host: finding.severity for finding in judgement.findings} == expected
     assert {finding.check for finding in judgement.findings} == {EXCHANGE}
 
@@ -198,7 +213,7 @@ def test_host_is_blamed_only_for_what_its_partners_do_better(
 )
 def test_device_that_cannot_compute(failing: int, severity: Severity) -> None:
     failed = DeviceMeasurement("GPU 0", "", problem="CUDA error: unspecified launch failure")
-    judgement = judge(measured(*[failed] * failing, *[device()] * (4 - failing)))
+    judgement = judge_passes([measured(*[failed] * failing, *[device()] * (4 - failing))])
     assert {f.severity for f in judgement.findings} == {severity}
 
 
@@ -212,7 +227,9 @@ def test_device_that_cannot_compute(failing: int, severity: Severity) -> None:
     ],
 )
 def test_host_with_a_lost_device(counts: list[int], sick: list[int]) -> None:
-    judgement = judge(measured(*[[device(number=n) for n in range(count)] for count in counts]))
+    judgement = judge_passes(
+        [measured(*[[device(number=n) for n in range(count)] for count in counts])]
+    )
     assert judgement.hosts_with(Severity.SICK) == sick
     texts = ["1 x H200, but most equal hosts have 2"] if sick else []
     assert [finding.text for finding in judgement.findings] == texts
@@ -295,4 +312,4 @@ def test_judgement_does_not_depend_on_the_order_of_hosts(
     change: Callable[[Measurements], Measurements],
 ) -> None:
     backwards = change(replace(SLOW, hosts=dict(sorted(SLOW.hosts.items(), reverse=True))))
-    assert judge(backwards) == judge(SLOW)
+    assert judge_passes([backwards]) == judge_passes([SLOW])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flagscale.train.section_times import (
     BACKWARD,
@@ -20,6 +23,7 @@ from flagscale.train.stragglers import (
     CONFIRMING_WINDOWS,
     CONFIRMING_WINDOWS_OF_FEW,
     WINDOW_SECONDS,
+    PeerTimes,
     RankPlace,
     StragglerDetector,
     StragglerUpdate,
@@ -174,6 +178,31 @@ def test_equal_ranks_of_a_busy_machine_cause_no_alarm(count: int) -> None:
 
     detector = StragglerDetector(create_places(count), 1.1)
     assert feed(detector, create, 720) == []  # an hour
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slow_rank_of_a_busy_machine_is_named(seed: int) -> None:
+    """Windows vary by 6 % (standard deviation) for each rank; the rank needs 25 % more."""
+    generator = random.Random(seed)
+
+    def create(slow: float) -> list[SectionTimes]:
+        return create_report([slow * max(0.5, generator.gauss(1, 0.08)), *draw(7)])
+
+    def draw(count: int) -> list[float]:
+        return [max(0.5, generator.gauss(1, 0.08)) for _ in range(count)]
+
+    detector = StragglerDetector(create_places(8), 1.1)
+    assert feed(detector, lambda: create(1.0), 18) == []
+    updates = feed(detector, lambda: create(1.25), 12, start=1000.0)  # two minutes
+    assert [item.rank for update in updates[:1] for item in update.stragglers] == [0]
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=2, max_size=40))
+def test_median_of_the_others(values: list[float]) -> None:
+    peers = PeerTimes(values)
+    for index, value in enumerate(values):
+        others = values[:index] + values[index + 1 :]
+        assert peers.median_without(value) == pytest.approx(statistics.median(others))
 
 
 def test_times_are_restored_from_a_row() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from flagscale.accelerators.health import Rate
 from flagscale.config.schema import Experiment, Runner
-from flagscale.health.judgement import confirm, judge
+from flagscale.health.judgement import judge_passes
 from flagscale.health.measurements import HostMeasurement, Measurements
 from flagscale.health.messages import DeviceMeasurement
 from flagscale.health.session import HealthResult
@@ -81,7 +81,7 @@ def test_equal_results_share_a_row() -> None:
         for host, rate in rates.items()
     }
     measurements = Measurements(hosts)
-    judgement = confirm([judge(measurements)] * 2)
+    judgement = judge_passes([measurements] * 2)
     names = tuple(f"n{host}" for host in hosts)
     checks = make_checks(HealthResult(names, (measurements,) * 2, judgement, 9.0))
     assert [(check.hosts, check.ok) for check in checks] == [("n[0-1,3-4]", True), ("n2", False)]
