@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flagscale.config.arguments.rules.context_parallel import a2a_group_size
+from flagscale.config.arguments.rules.context_parallel import a2a_group_size, has_ring
 
+_RING_COPIES = 5
 _SOFTCAP_ELEMENTS = 4
 """16-bit elements kept for the backward pass per softcapped score: 1 for the capped score, 2 for
 its softmax in fp32, and 1 for the softmax in the precision of the model.
@@ -103,19 +104,20 @@ def kv_width(args: Any) -> int:
     return int(2 * head_dim(args) * (args.num_query_groups or args.num_attention_heads))
 
 
-def gathered_kv_elements(args: Any) -> float:
-    """Return the elements of gathered keys and values and of their gradients on a rank, divided by
-    the tokens of the rank.
+def exchanged_kv_elements(args: Any) -> float:
+    """Return the elements of other ranks' keys and values and of their gradients on a rank, divided
+    by the tokens of the rank.
 
-    They exist within the pass of a layer if context parallelism gathers those of the whole
-    sequence.
+    They exist within the pass of a layer if context parallelism exchanges keys and values.
     """
-    gathering_ranks = args.context_parallel_size // a2a_group_size(vars(args))
-    if gathering_ranks == 1:
+    ranks = args.context_parallel_size // a2a_group_size(vars(args))
+    if ranks == 1:
         return 0.0
-    # Exchanging ranks have a part of the heads, of as many times more tokens.
-    elements = 2 * kv_width(args) * gathering_ranks
-    return float(elements / args.tensor_model_parallel_size)
+    # Gathered ones are those of all ranks. In a ring there are two ranks' keys and values, and
+    # gradients of three parts: received, computed and sent ones.
+    copies = min(_RING_COPIES, 2 * ranks) if has_ring(vars(args)) else 2 * ranks
+    # Ranks that exchange heads have a part of them, of as many times more tokens.
+    return float(copies * kv_width(args) / args.tensor_model_parallel_size)
 
 
 def head_dim(args: Any) -> int:

@@ -572,7 +572,7 @@ def _layer_transient_bytes(args: Any, part: ModelPart) -> float:
         2 * weights.grouped_fc1_weights(args) if has_moe else fc1_width * args.hidden_size
     )
     elements = weight_elements * (not args.peft_type) + (0 if has_moe else tokens * fc1_width)
-    elements += tokens * attention.gathered_kv_elements(args)
+    elements += tokens * attention.exchanged_kv_elements(args)
     transient = elements * element_bytes(args)
     if args.recompute_granularity == "full":
         recomputed_layers = (

@@ -139,6 +139,8 @@ CASES: dict[str, tuple[int, str, str, float]] = {
     "bf16": (1, "--bf16", "bf16", 0.0),
     "bf16-local-layers": (1, "--bf16 --transformer-impl local", "bf16", 2e-2),
     "bf16-cp2": (2, "--bf16 --context-parallel-size 2", "bf16", 2e-2),
+    "fp32-cp2-ring": (2, "--context-parallel-size 2 --cp-comm-type p2p", "fp32", 1e-4),
+    "bf16-cp2-ring": (2, "--bf16 --context-parallel-size 2 --cp-comm-type p2p", "bf16", 2e-2),
     "moe": (1, MOE, "moe", 0.0),
     "moe-grouped": (1, f"{MOE} --moe-grouped-gemm", "moe", 2e-2),
     "moe-grouped-ep2": (2, f"{MOE} --moe-grouped-gemm --expert-model-parallel-size 2", "moe", 2e-2),

@@ -18,7 +18,9 @@ from support.layout_models import (
     COMPILED,
     CP2,
     CP2_GATHER,
+    CP2_RING,
     CP4_HIERARCHICAL,
+    CP4_RING,
     CUDA_GRAPH,
     DISTRIBUTED_OPTIMIZER,
     DIVISIBLE_BY_SIX,
@@ -462,7 +464,10 @@ HOMOGENEOUS_CASES = (
     LayoutCase("cp2-dp2-do-overlap", 4, LLAMA, f"{CP2} {OVERLAP}", "llama"),
     LayoutCase("cp4", 4, LLAMA, "--context-parallel-size 4", "llama"),
     LayoutCase("cp4-hierarchical", 4, LLAMA, CP4_HIERARCHICAL, "llama"),
+    LayoutCase("cp4-ring", 4, LLAMA, CP4_RING, "llama"),
+    LayoutCase("fsccl-cp4-ring", 4, LLAMA, CP4_RING, "llama", backend=FAST_BACKEND),
     LayoutCase("compiled-cp2", 2, LLAMA, f"{COMPILED} {CP2_GATHER}", "llama"),
+    LayoutCase("compiled-cp2-ring", 2, LLAMA, f"{COMPILED} {CP2_RING}", "llama"),
     # Optimized layers compute the same as megatron.core's local layers.
     LayoutCase("compiled", 1, LLAMA, COMPILED, "llama"),
     LayoutCase("compiled-tied", 1, TIED, COMPILED, "tied"),
@@ -766,6 +771,7 @@ FAMILY_CASES = (
         FAST_BACKEND,
     ),
     LayoutCase("mla-cp2", 2, MLA, CP2_GATHER, "mla", backend=FAST_BACKEND),
+    LayoutCase("mla-cp2-ring", 2, MLA, CP2_RING, "mla", backend=FAST_BACKEND),
     LayoutCase(
         "mla-lora-compiled-tp2",
         2,

@@ -161,6 +161,7 @@ MBS2, MBS3 = "--micro-batch-size 2", "--micro-batch-size 3 --global-batch-size 6
 PER_TOKEN = "--calculate-per-token-loss"
 CP2 = "--context-parallel-size 2"
 CP2_GATHER = f"{CP2} --cp-comm-type all_gather"
+CP2_RING, CP4_RING = (f"--context-parallel-size {cp} --cp-comm-type p2p" for cp in (2, 4))
 CP4_HIERARCHICAL = """--context-parallel-size 4 --cp-comm-type a2a+p2p
 --hierarchical-context-parallel-sizes 2 2"""
 EP2 = "--expert-model-parallel-size 2"

@@ -24,7 +24,7 @@ from flagscale.config.arguments.hetero.microbatch_split import uses_microbatch_s
 from flagscale.config.arguments.layout import check_layout, check_world_size
 from flagscale.config.arguments.rules.activation_offload import check_activation_offload
 from flagscale.config.arguments.rules.adapters import UNSUPPORTED_BY_PEFT, check_adapters
-from flagscale.config.arguments.rules.context_parallel import is_ring_requested
+from flagscale.config.arguments.rules.context_parallel import is_ring_requested, why_no_ring
 from flagscale.config.arguments.rules.data import (
     check_conversations,
     check_data_phases,
@@ -440,11 +440,9 @@ def _substitute_bias_rate(values: Values) -> Iterator[Substitution]:
 
 
 def _substitute_ring(values: Values) -> Iterator[Substitution]:
-    if is_ring_requested(values):
-        reason = (
-            "keys and values of the other ranks arrive at once, not in a ring, while attention to "
-            "the rank's own is computed; the result is the same"
-        )
+    reason = why_no_ring(values)
+    if is_ring_requested(values) and reason is not None:
+        reason = f"{reason}, for which keys and values are gathered; the result is the same"
         yield Substitution("cp_comm_type", "all_gather", reason)
 
 

@@ -1,9 +1,10 @@
 """Detection of hangs in an attempt, and selection of the rank that is to blame.
 
 Ranks that make no progress for too long are a stall, which ends the attempt. Before that, ranks may
-wait in an overdue collective, which is explained while the job continues. Both explanations need
-the stacks and the digests of the flight records of all ranks, which hosts send by order. Ranks that
-failed in a collective have written theirs, which show whether the ranks disagreed about it.
+wait in an overdue collective, which is explained while the job continues. To explain either, hosts
+send the stacks and the digests of the flight records of their ranks when they are asked. Ranks that
+failed in a collective have written their flight records before, which show whether the ranks
+disagreed about it.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from flagscale.launcher.liveness.messages import (
 from flagscale.launcher.liveness.options import Policy
 from flagscale.launcher.liveness.places import Places
 
-# Time for ranks to write their stacks before the slowest one is reported without them.
+# Longest wait for the replies of hosts to a request.
 STACK_TIMEOUT_SECONDS = 8.0
-# Difference between two readings of the time at which an operation was called.
+# Largest difference at which two call times are those of the same operation.
 _CALL_TIME_TOLERANCE_SECONDS = 1.0
 
 HangAction = Order | Notice | FailureReport
@@ -45,13 +46,14 @@ class HangDetector:
     their ranks, which rank is to blame, and whether a failure is the consequence of a hang.
 
     The caller passes on progress (:meth:`record_progress`) and the replies and last records of
-    hosts (:meth:`receive`), calls :meth:`tick` regularly, and performs the actions that it returns.
-    The last reported progress of each host (:class:`~.job.JobHost`) is read at each call. Each
-    attempt has a detector of its own.
+    hosts (:meth:`receive`), calls :meth:`tick` regularly with the last reported progress of each
+    host (:class:`~.job.JobHost`), and performs the actions that it returns. Each attempt has a
+    detector of its own.
 
     Attributes:
         hang_remark: Explanation of the collective that ranks wait in now; empty if there is none.
-        failure_remark: Explanation of the collective that ranks failed in; empty if there is none.
+        failure_remark: Explanation of the collective that ranks failed in; empty if there is none,
+            or if it was known while they waited.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class HangDetector:
             policy: Timeouts.
             places: Hosts of the job by node rank.
             attempt: Number of the attempt.
-            output: Log of failures that have none of their own.
+            output: Log file to name in failures that have none of their own.
             now: Current time.
         """
         self.hang_remark = self.failure_remark = ""
@@ -78,14 +80,14 @@ class HangDetector:
         """Records that ranks wrote when they failed, by host."""
         self._request_number = 0
         self._request_time = now  # of the last request
-        # Start of the timeout of a request that is not answered yet, because the job stalls.
+        # Start of the timeout of the request for a stall, until that is reported or over.
         self._stacks_requested_at: float | None = None
-        # The same because a collective is overdue.
+        # Start of the timeout of the request for an overdue collective, until that is over.
         self._records_requested_at: float | None = None
         self._overdue_since: dict[int, float] = {}
         """Start of the overdue operation whose records were requested, by host that waits in it."""
         self._is_stall_reported = False  # the stall or late start since the last progress
-        self._is_explained = False  # what is overdue now, as far as it can be
+        self._is_explained = False  # the overdue collective, or nothing explains it
         self._cause: FailureReport | None = None  # of the overdue collective, if it is known
         self._is_cause_in_collective = False
 
@@ -138,8 +140,8 @@ class HangDetector:
     def _detect_stall(
         self, active_hosts: Mapping[int, JobHost], now: float, *, ranks_have_joined: bool
     ) -> Iterator[HangAction]:
-        """Detect that no rank has made progress for too long. Each stall is reported once: the job
-        continues with ``on_failure: leave``.
+        """Detect that no rank has made progress for too long. Each stall is reported once, because
+        the job continues with ``on_failure: leave``.
         """
         if self._is_stall_reported:
             return
@@ -152,11 +154,12 @@ class HangDetector:
             in_busy_activity=any(host.in_busy_activity for host in hosts)
         )
         if limit_seconds is None or now - self._last_progress_at <= limit_seconds:
+            self._stacks_requested_at = None  # the limit may have changed since the request
             return
         if self._stacks_requested_at is None:
             self._stacks_requested_at, self._records_requested_at = now, None
             yield self._request_stacks(now)
-        elif self._have_all_stacks(active_hosts, now, self._stacks_requested_at):
+        elif self._is_request_over(active_hosts, now, self._stacks_requested_at):
             ranks = self._list_ranks(active_hosts)
             report = stalled_report(
                 ranks,
@@ -178,8 +181,8 @@ class HangDetector:
             yield replace(report, time=now)
 
     def _detect_late_start(self, hosts: Sequence[JobHost], now: float) -> Iterator[HangAction]:
-        """Detect a restart whose ranks do not join: at a restart no launcher waits for them and
-        times out.
+        """Detect a restart whose ranks do not join. At the first start, the launcher waits for them
+        and times out.
         """
         if now - self._last_progress_at <= self._policy.start_timeout:
             return
@@ -199,10 +202,10 @@ class HangDetector:
         self._request_time = now
         return DumpStacks(self._attempt, self._request_number)
 
-    def _have_all_stacks(
+    def _is_request_over(
         self, active_hosts: Mapping[int, JobHost], now: float, requested_at: float
     ) -> bool:
-        """Return True if all hosts have replied, or will not any more."""
+        """Return True if all active hosts have replied, or the time for it has passed."""
         return now - requested_at > STACK_TIMEOUT_SECONDS or all(
             number in self._rank_stacks for number in active_hosts
         )
@@ -226,8 +229,8 @@ class HangDetector:
     def _explain_overdue(
         self, active_hosts: Mapping[int, JobHost], now: float
     ) -> Iterator[HangAction]:
-        """Explain a collective that ranks have been waiting in for long. The job continues: it may
-        be slow, and its ranks have a timeout of their own.
+        """Explain a collective that ranks have been waiting in for long. The job continues: the
+        collective may be slow, and has a timeout of its own.
         """
         overdue_since = {
             number: host.overdue_since
@@ -247,7 +250,7 @@ class HangDetector:
             self._records_requested_at = now
             self._overdue_since = overdue_since
             yield self._request_stacks(now)
-        elif self._have_all_stacks(active_hosts, now, self._records_requested_at):
+        elif self._is_request_over(active_hosts, now, self._records_requested_at):
             ranks = self._list_ranks(active_hosts)
             finding = self._find_hang(ranks)
             self._is_explained = True
@@ -268,8 +271,9 @@ class HangDetector:
         )
 
     def find_cause_of(self, report: FailureReport) -> FailureReport | None:
-        """Return the cause of the overdue collective if a rank has failed in it: the collective has
-        timed out. None if the rank has failed before that, or for a reason of its own.
+        """Return the cause of the overdue collective if a rank has failed while it was overdue, as
+        ranks do when it times out. None if the rank has failed before, or is itself the cause and
+        does not wait in the collective: then it has a reason of its own.
 
         Args:
             report: Failure of the rank, with the time of the coordinator's clock.

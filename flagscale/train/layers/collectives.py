@@ -48,6 +48,18 @@ def start_all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return pending
 
 
+def start_ring_shift(tensor: torch.Tensor, rank: int, group_size: int, group: str) -> torch.Tensor:
+    """Start to send ``tensor`` to the next rank and to receive that of the rank before, of the same
+    shape; complete it with :func:`wait`.
+    """
+    sent, received = [0] * group_size, [0] * group_size
+    sent[(rank + 1) % group_size] = received[(rank - 1) % group_size] = len(tensor)
+    pending: torch.Tensor = _FUNCTIONAL_OPERATORS.all_to_all_single(
+        tensor.contiguous(), received, sent, group
+    )
+    return pending
+
+
 def wait(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for a started collective and return its result."""
     result: torch.Tensor = _FUNCTIONAL_OPERATORS.wait_tensor(tensor)

@@ -23,6 +23,7 @@ from flagscale.train.models.context_parallel import select_attention_groups
 from flagscale.train.models.document_mask import attend_masked, attend_packed
 from flagscale.train.models.gathered_attention import attend_gathered
 from flagscale.train.models.head_exchange import gather_heads, gather_sequence
+from flagscale.train.models.ring_attention import attend_in_ring
 
 _SDP_BACKENDS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -59,7 +60,10 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         super().__init__(config)
-        self._exchange_group, self._gather_group = select_attention_groups(config, pg_collection.cp)
+        self._exchange_group, self._sequence_group = select_attention_groups(
+            config, pg_collection.cp
+        )
+        self._has_ring = config.cp_comm_type in ("p2p", "a2a+p2p")
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
             raise ConfigError(f"attention with a {attn_mask_type.name} mask is not supported")
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -101,18 +105,21 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute attention to the whole sequence, with keys and values of other ranks if they are
-        gathered; arguments and result as :meth:`forward`'s.
+        """Compute attention to the whole sequence, with keys and values of other ranks if they have
+        a part of it; arguments and result as :meth:`forward`'s.
         """
-        if self._gather_group is None:
+        if self._sequence_group is None:
             return self.attend(query, key, value, attention_mask)
         dropout = self.dropout if self.training else 0.0
+        if self._has_ring and self.causal and not dropout and attention_mask is None:
+            output = attend_in_ring(query, key, value, self._sequence_group, scale=self.scale)
+            return output.permute(2, 0, 1, 3).flatten(2)
         with self._dropout_rng(dropout):
             output = attend_gathered(
                 query,
                 key,
                 value,
-                self._gather_group,
+                self._sequence_group,
                 causal=self.causal,
                 scale=self.scale,
                 dropout=dropout,

@@ -2,8 +2,9 @@
 
 As in Megatron-LM, a sequence of length s is cut into 2·cp chunks. Rank r holds chunk r and chunk
 2·cp - 1 - r, which balances the work of causal attention. Only attention depends on other tokens.
-It either gathers keys and values (:mod:`flagscale.train.models.gathered_attention`), or exchanges
-a part of the sequence for a part of the heads (:mod:`flagscale.train.models.head_exchange`).
+It gathers keys and values (:mod:`flagscale.train.models.gathered_attention`), sends them around a
+ring (:mod:`flagscale.train.models.ring_attention`), or exchanges a part of the sequence for a part
+of the heads (:mod:`flagscale.train.models.head_exchange`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron.core import parallel_state
 
 
 def select_attention_groups(config: Any, group: Any) -> tuple[Any, Any]:
-    """Return the ranks that exchange heads and those that gather keys and values, or None.
+    """Return the ranks that exchange heads, and those that exchange keys and values; None if these
+    are one rank.
 
     With ``a2a+p2p`` neighboring ranks exchange heads. They hold adjacent chunks of the sequence, so
     that a group of them then has two chunks, as a rank would if each group were one rank.

@@ -30,8 +30,9 @@ from flagscale.train.models.document_mask import (
 )
 from flagscale.train.models.partial_attention import (
     attend_part,
-    attend_part_backward,
+    compute_gradients_of_part,
     merge_parts,
+    split_heads,
 )
 
 
@@ -106,21 +107,21 @@ class _CausalAttention(torch.autograd.Function):
         pending = collectives.start_all_gather(key_value, cp_size, group)
         queries, length = query.permute(1, 2, 0, 3), len(query) // 2
         output, log_sum_exp = attend_part(
-            queries, *_split_heads(key_value), causal=True, scale=scale
+            queries, *split_heads(key_value), causal=True, scale=scale
         )
         first_chunks, later_ranks = _split_gathered(collectives.wait(pending), cp_size, rank)
         if rank > 0:
             output, log_sum_exp = merge_parts(
                 output,
                 log_sum_exp,
-                *attend_part(queries, *_split_heads(first_chunks), causal=False, scale=scale),
+                *attend_part(queries, *split_heads(first_chunks), causal=False, scale=scale),
             )
         if rank < cp_size - 1:
             second_output, second_log_sum_exp = merge_parts(
                 output[:, :, length:],
                 log_sum_exp[:, :, length:],
                 *attend_part(
-                    queries[:, :, length:], *_split_heads(later_ranks), causal=False, scale=scale
+                    queries[:, :, length:], *split_heads(later_ranks), causal=False, scale=scale
                 ),
             )
             output = torch.cat((output[:, :, :length].float(), second_output), 2)
@@ -137,7 +138,7 @@ class _CausalAttention(torch.autograd.Function):
         pending = collectives.start_all_gather(key_value, cp_size, ctx.group)
         queries, length = query.permute(1, 2, 0, 3), len(query) // 2
         gradient = gradient.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
-        query_gradient, own_gradient = _gradients_of_part(
+        query_gradient, own_gradient = compute_gradients_of_part(
             gradient, queries, key_value, output, log_sum_exp, causal=True, scale=scale
         )
         gathered = collectives.wait(pending)
@@ -146,7 +147,7 @@ class _CausalAttention(torch.autograd.Function):
         # after the reduction.
         gradients = [torch.zeros_like(key_value)]
         if rank > 0:
-            part_query_gradient, part_gradient = _gradients_of_part(
+            part_query_gradient, part_gradient = compute_gradients_of_part(
                 gradient, queries, first_chunks, output, log_sum_exp, causal=False, scale=scale
             )
             query_gradient = query_gradient + part_query_gradient
@@ -154,7 +155,7 @@ class _CausalAttention(torch.autograd.Function):
             both_gradients = torch.stack((first_gradients, torch.zeros_like(first_gradients)), 1)
             gradients.insert(0, both_gradients.flatten(0, 2))
         if rank < cp_size - 1:
-            part_query_gradient, part_gradient = _gradients_of_part(
+            part_query_gradient, part_gradient = compute_gradients_of_part(
                 gradient[:, :, length:],
                 queries[:, :, length:],
                 later_ranks,
@@ -176,12 +177,6 @@ class _CausalAttention(torch.autograd.Function):
         )
 
 
-def _split_heads(key_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values, [b, query groups, s, d], of a tensor [s, b, 2 · query groups, d]."""
-    keys, values = key_value.permute(1, 2, 0, 3).chunk(2, 1)
-    return keys, values
-
-
 def _split_gathered(
     gathered: torch.Tensor, cp_size: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,26 +189,6 @@ def _split_gathered(
     """
     chunks = gathered.view(cp_size, 2, -1, *gathered.shape[1:])
     return chunks[:rank, 0].flatten(0, 1), gathered[(rank + 1) * (len(gathered) // cp_size) :]
-
-
-def _gradients_of_part(
-    gradient: torch.Tensor,
-    queries: torch.Tensor,
-    key_value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a part's contribution to the gradient of the queries in fp32, [b, heads, s, d], and
-    the gradient of ``key_value`` in its shape.
-    """
-    query_gradient, key_gradient, value_gradient = attend_part_backward(
-        gradient, queries, *_split_heads(key_value), output, log_sum_exp, causal=causal, scale=scale
-    )
-    key_value_gradient = torch.cat((key_gradient, value_gradient), 1).permute(2, 0, 1, 3)
-    return query_gradient.float(), key_value_gradient
 
 
 def _attend_to_whole_sequence(
@@ -231,7 +206,7 @@ def _attend_to_whole_sequence(
 
     ``key_value`` is that of the whole sequence, [s, b, 2 · query groups, d].
     """
-    queries, (keys, values) = query.permute(1, 2, 0, 3), _split_heads(key_value)
+    queries, (keys, values) = query.permute(1, 2, 0, 3), split_heads(key_value)
     if not causal:
         return functional.scaled_dot_product_attention(
             queries, keys, values, dropout_p=dropout, scale=scale, enable_gqa=True

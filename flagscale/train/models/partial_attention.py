@@ -85,6 +85,32 @@ def attend_part_backward(
     return gradients[0], gradients[1], gradients[2]
 
 
+def split_heads(key_value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values, [b, query groups, s, d], of a tensor [s, b, 2 · query groups, d]."""
+    keys, values = key_value.permute(1, 2, 0, 3).chunk(2, 1)
+    return keys, values
+
+
+def compute_gradients_of_part(
+    gradient: torch.Tensor,
+    queries: torch.Tensor,
+    key_value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a part's contribution to the gradient of the queries in fp32, [b, heads, s, d], and
+    the gradient of ``key_value`` in its shape.
+    """
+    query_gradient, key_gradient, value_gradient = attend_part_backward(
+        gradient, queries, *split_heads(key_value), output, log_sum_exp, causal=causal, scale=scale
+    )
+    key_value_gradient = torch.cat((key_gradient, value_gradient), 1).permute(2, 0, 1, 3)
+    return query_gradient.float(), key_value_gradient
+
+
 def merge_parts(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,

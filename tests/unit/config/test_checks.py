@@ -200,6 +200,14 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         | {"lora_target_modules": ["linear_proj"], **SIGMOID_ROUTER},
         "0.0 is used instead of 0.1: expert biases are frozen like the",
     ),
+    "ring-with-documents": (
+        {"cp_comm_type": "p2p", "context_parallel_size": 2, "reset_attention_mask": True},
+        "'all_gather' is used instead of 'p2p': documents are separate, for which keys and values",
+    ),
+    "ring-with-dropout": (
+        {"cp_comm_type": "p2p", "context_parallel_size": 2, "attention_dropout": 0.1},
+        "'all_gather' is used instead of 'p2p': attention has dropout",
+    ),
     "sp-meshes": (
         {
             "sequence_parallel": True,

@@ -45,6 +45,9 @@ def test_context_parallelism_divides_activations_and_gathers_keys_within_a_layer
     # The head's backward pass hides a part of what a layer gathers.
     kv_bytes = 65536 * 2 * 8 * 128 * 2
     assert 0 <= gathered.transient - stages[1].transient <= 2 * kv_bytes
+    ring = forecast_llama(f"{long} 8 --cp-comm-type p2p", 8).stages[0].memory
+    assert ring.activations == gathered.activations
+    assert stages[1].transient <= ring.transient <= gathered.transient
 
 
 @pytest.mark.parametrize(("ends", "eight"), [("", 32), ("--first-last-layers-bf16", 30)])

@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from flagscale.config.arguments.rules.data import trains_on_conversations, uses_external_data
-from flagscale.config.arguments.rules.layers import documents_are_separate
+from flagscale.config.arguments.rules.data import (
+    documents_are_separate,
+    trains_on_conversations,
+    uses_external_data,
+)
 from flagscale.config.arguments.rules.model_family import arguments_of_family, families_by_argument
 from flagscale.config.arguments.rules.muon import ADAM_FAMILY, LION, MUON
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, CUDA_GRAPH_SCOPE, FULL_ITERATION

@@ -1,20 +1,21 @@
 """Rules of context parallelism: the length of a sequence, and how ranks share it in attention.
 
 ``cp_comm_type`` selects the communication. ``a2a`` exchanges a part of the sequence for a part of
-the heads, ``all_gather`` gathers keys and values (:mod:`flagscale.train.models.head_exchange`,
-:mod:`flagscale.train.models.gathered_attention`). ``a2a+p2p`` exchanges within groups of
-neighboring ranks, then gathers across these groups. Megatron's ring (``p2p``) is answered by
-``all_gather`` here.
+the heads (:mod:`flagscale.train.models.head_exchange`), ``all_gather`` gathers keys and values
+(:mod:`flagscale.train.models.gathered_attention`), ``p2p`` sends them around a ring
+(:mod:`flagscale.train.models.ring_attention`). ``a2a+p2p`` exchanges within groups of neighboring
+ranks, with a ring across these groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
+from flagscale.config.arguments.rules.data import documents_are_separate
 from flagscale.config.arguments.spec.argument import Values, Violation
 
-CpCommunication = Literal["a2a", "all_gather", "a2a+p2p"]
+CpCommunication = Literal["a2a", "all_gather", "p2p", "a2a+p2p"]
 GROUP_SIZES = "hierarchical_context_parallel_sizes"
 
 
@@ -26,25 +27,45 @@ def select_cp_communication(values: Values) -> CpCommunication:
     ``all_gather``.
     """
     requested = _requested_kind(values)
-    if requested is not None:  # p2p, too
-        kinds: dict[str, CpCommunication] = {"a2a": "a2a", "a2a+p2p": "a2a+p2p"}
-        return kinds.get(requested, "all_gather")
-    return "a2a" if _why_indivisible(values) is None else "all_gather"
+    if requested is None:
+        return "a2a" if _why_indivisible(values) is None else "all_gather"
+    if requested == "p2p" and why_no_ring(values) is not None:
+        return "all_gather"
+    # Any other name is a violation.
+    return next((kind for kind in get_args(CpCommunication) if kind == requested), "all_gather")
+
+
+def why_no_ring(values: Values) -> str | None:
+    """Return why keys and values are gathered where a ring is requested; None if they are not."""
+    reasons = {
+        "documents are separate": documents_are_separate(values),
+        "attention has dropout": values["attention_dropout"],
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def is_ring_requested(values: Values) -> bool:
-    """Return whether Megatron's ring exchange is requested (``cp_comm_type: p2p``)."""
+    """Return whether a ring of all context-parallel ranks is requested."""
     return values["context_parallel_size"] > 1 and _requested_kind(values) == "p2p"
+
+
+def has_ring(values: Values) -> bool:
+    """Return whether keys and values go around a ring."""
+    return (
+        values["context_parallel_size"] > 1
+        and select_cp_communication(values) in ("p2p", "a2a+p2p")
+        and why_no_ring(values) is None
+    )
 
 
 def a2a_group_size(values: Values) -> int:
     """Return the number of ranks that exchange a part of the sequence for a part of the heads. The
-    context-parallel size divided by it is the number of ranks that gather keys and values.
+    context-parallel size divided by it is the number of ranks that exchange keys and values.
     """
     if values["context_parallel_size"] == 1:
         return 1
     kind = select_cp_communication(values)
-    if kind == "all_gather":
+    if kind in ("all_gather", "p2p"):
         return 1
     return int(values["context_parallel_size"] if kind == "a2a" else values[GROUP_SIZES][0])
 

@@ -70,6 +70,14 @@ def trains_on_conversations(values: Values) -> bool:
     return bool(values["sft"] or values["dpo"])
 
 
+def documents_are_separate(values: Values) -> bool:
+    """Return whether tokens attend to their own document only.
+
+    With relative positions, it then does not matter at which position a document starts.
+    """
+    return bool(values["reset_attention_mask"] or trains_on_conversations(values))
+
+
 def _conversation_key(values: Values) -> str:
     """Return the argument that selects conversations as data."""
     return "sft" if values["sft"] else "dpo"

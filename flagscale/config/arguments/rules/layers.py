@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flagscale.config.arguments.rules.context_parallel import check_whole_sequence
-from flagscale.config.arguments.rules.data import trains_on_conversations
+from flagscale.config.arguments.rules.data import documents_are_separate
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, captures_steps
 from flagscale.config.arguments.rules.parallel_layout import layout_of_chunks
 from flagscale.config.arguments.spec.argument import Values, Violation
@@ -90,14 +90,6 @@ _EXCLUDED_BY_LATENT: Mapping[str, str] = {
     "rotary_seq_len_interpolation_factor": "use rope_type: yarn to scale its positions",
 }
 """Arguments that are not supported with multi-latent attention, with the reason."""
-
-
-def documents_are_separate(values: Values) -> bool:
-    """Return whether tokens attend to their own document only.
-
-    With relative positions, it then does not matter at which position a document starts.
-    """
-    return bool(values["reset_attention_mask"] or trains_on_conversations(values))
 
 
 def check_latent_attention(values: Values) -> Iterator[Violation]:

@@ -414,9 +414,11 @@ class ContextParallelism:
         None,
         "Communication of context parallelism. a2a: exchange a part of the sequence for a part of "
         "the heads, which context_parallel_size must divide; all_gather: gather keys and values "
-        "while attention to the rank's own ones is computed; a2a+p2p: a2a among neighbors, then "
-        "all_gather among these groups. By default a2a if the heads can be divided, otherwise "
-        "all_gather. p2p is answered by all_gather",
+        "while attention to the rank's own ones is computed; p2p: send keys and values around a "
+        "ring, which needs the memory of two ranks' keys and values, not of all; a2a+p2p: a2a "
+        "among neighbors, and a ring of these groups. By default a2a if the heads can be divided, "
+        "otherwise all_gather. With separate documents or attention dropout, a ring is answered "
+        "by all_gather",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = arg(
         None,
