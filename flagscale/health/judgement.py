@@ -1,12 +1,12 @@
 """Judgement of hosts by the measurements of equal devices. Pure functions, standard library alone.
 
-One pass gives suspicions. :func:`judge_passes` keeps those that two passes agree on.
+One pass gives suspicions. :func:`judge_passes` keeps those that passes agree on.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -81,7 +81,7 @@ class Judgement:
     findings: tuple[Finding, ...] = ()
     groups: tuple[Group, ...] = ()
     is_open: bool = False
-    """True if another pass may change it. Hosts that failed take no part in it."""
+    """True if another pass, in which hosts that failed take no part, may change it."""
 
     def hosts_with(self, severity: Severity) -> list[int]:
         """Return the hosts that have a finding of a severity, in order."""
@@ -95,28 +95,31 @@ class _Sample(NamedTuple):
 
 
 def judge_passes(passes: Sequence[Measurements]) -> Judgement:
-    """Judge all passes: a host is sick if the last two agree on a finding, or if all passes find it
-    slow by all of its rates. What only one of the last two has found becomes a warning.
+    """Judge at least one pass. Among several, a host is sick
+
+    - if more than half of the passes, at least two, agree on a finding,
+    - if it is slow by all of its rates in all passes together, or
+    - if it could not be measured any more, which is no reason for doubt.
+
+    What fewer passes have found becomes a warning. The findings of a single pass are preliminary:
+    the judgement is open if there are any.
     """
     findings_by_pass, groups_by_pass = zip(*map(_judge_pass, passes), strict=True)
-    together = [
+    findings = _confirm(findings_by_pass, passes[-1].failures)
+    by_all_rates = [
         _judge_all_rates(product, rates) for product, rates in _collect_rates(passes).items()
     ]
-    if len(passes) > 1:
-        findings = _confirm(*findings_by_pass[-2:])
-        is_open = False
-    else:
-        findings = list(findings_by_pass[-1])
-        is_open = any(map(_is_suspicion, findings))
-    for part in together:
+    for part in by_all_rates:
         findings += part.findings
-        # A single pass decides nothing.
-        is_open |= part.is_open or (len(passes) == 1 and bool(part.findings))
-    groups = (*groups_by_pass[-1], *chain.from_iterable(part.groups for part in together))
-    return Judgement(tuple(findings), groups, is_open)
+    is_preliminary = len(passes) == 1 and any(map(_needs_agreement, findings))
+    return Judgement(
+        tuple(findings),
+        (*groups_by_pass[-1], *chain.from_iterable(part.groups for part in by_all_rates)),
+        is_preliminary or any(part.is_open for part in by_all_rates),
+    )
 
 
-def _is_suspicion(finding: Finding) -> bool:
+def _needs_agreement(finding: Finding) -> bool:
     return finding.severity is not Severity.WARNING and finding.aspect != _NOT_MEASURED
 
 
@@ -152,24 +155,33 @@ def _judge_pass(measurements: Measurements) -> tuple[list[Finding], list[Group]]
     return findings, groups
 
 
-def _confirm(first: Sequence[Finding], last: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of two passes, as warnings if the other pass does not have them."""
-    severities = {finding.key: finding.severity for finding in first}
-    findings = [
-        finding
-        if finding.severity is Severity.WARNING
-        or severities.get(finding.key, Severity.WARNING) is not Severity.WARNING
-        else _weaken(finding, "but not in the measurement before")
-        for finding in last
-    ]
-    repeated = {finding.key for finding in last}
-    return findings + [
-        finding
-        if finding.severity is Severity.WARNING
-        else _weaken(finding, "but not when measured again")
-        for finding in first
-        if finding.key not in repeated
-    ]
+def _confirm(
+    findings_by_pass: Sequence[Sequence[Finding]], failures: Container[int]
+) -> list[Finding]:
+    """Return the last finding of each key, as a warning if too few passes have found it.
+
+    Args:
+        findings_by_pass: Findings of each pass.
+        failures: Hosts that the last pass could not measure.
+    """
+    count = len(findings_by_pass)
+    suspicions = Counter(
+        key
+        for findings in findings_by_pass
+        for key in {finding.key for finding in findings if _needs_agreement(finding)}
+    )
+    confirmed = []
+    for finding in {f.key: f for findings in findings_by_pass for f in findings}.values():
+        found = suspicions[finding.key]
+        if count == 1 or 2 * found > count or not _needs_agreement(finding):
+            confirmed.append(finding)
+            continue
+        reason = f"but in {found} of {count} measurements only"
+        if finding.host in failures:
+            reason = "and could not be measured again"
+        text = f"{finding.text}, {reason}"
+        confirmed.append(replace(finding, severity=Severity.WARNING, text=text))
+    return confirmed
 
 
 def _collect_rates(passes: Sequence[Measurements]) -> Mapping[str, Sequence[Rates]]:
@@ -205,10 +217,6 @@ def _judge_all_rates(product: str, passes: Sequence[Rates]) -> Judgement:
     )
     group = Group(ALL_RATES, product, "of the usual speed", frozenset(speeds.speeds), comparison)
     return Judgement(findings, (group,), any(map(speeds.needs_another_pass, speeds.speeds)))
-
-
-def _weaken(finding: Finding, reason: str) -> Finding:
-    return replace(finding, severity=Severity.WARNING, text=f"{finding.text}, {reason}")
 
 
 def _collect_samples(
@@ -344,7 +352,8 @@ def _compare_readings(
 def _judge_broken_pairs(measurements: Measurements) -> Iterator[Finding]:
     """Yield hosts that could not exchange data.
 
-    A host is the cause if it failed with at least two partners that succeeded with others.
+    A host is the cause if it succeeded with none and failed with at least two that succeeded with
+    others.
     """
     working = {
         host
@@ -359,11 +368,7 @@ def _judge_broken_pairs(measurements: Measurements) -> Iterator[Finding]:
         broken = [pair for pair in measurement.pairs if pair.problem]
         if not broken:
             continue
-        is_cause = (
-            host not in working
-            and len(broken) > 1
-            and all(pair.partner in working for pair in broken)
-        )
+        is_cause = host not in working and sum(pair.partner in working for pair in broken) > 1
         partners_are_cause = host in working and all(pair.partner not in working for pair in broken)
         if partners_are_cause:
             continue

@@ -8,8 +8,9 @@ before this one, and the queries of the second chunk to both chunks of a rank af
 takes all ranks the same time, and a rank has received keys and values of at most two others at a
 time, whatever n is.
 
-In the backward pass keys and values go around again. Their gradients follow one step behind, each
-rank adds its own, and after n steps they are where they belong.
+In the backward pass keys and values go around again. Their gradients follow one step behind, and
+each rank adds its part. After n - 1 steps they arrive at the rank whose keys and values they belong
+to.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def attend_in_ring(
         query: [s/cp, b, heads, d].
         key: [s/cp, b, query groups, d].
         value: as ``key``, with a head dimension of at most d.
-        group: context-parallel group.
+        group: context-parallel group of at least two ranks.
         scale: factor of the scores; 1/sqrt(d) if None.
 
     Returns:
@@ -79,24 +80,25 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.cp_size, ctx.rank, ctx.group, ctx.scale = cp_size, rank, group, scale
         pending = collectives.start_ring_shift(key_value, rank, cp_size, group)
-        queries, length = query.permute(1, 2, 0, 3), len(query) // 2
+        queries, chunk_length = query.permute(1, 2, 0, 3), len(query) // 2
         # Output and log-sum-exp of the queries of both chunks.
         first, second = _split_chunks(
-            attend_part(queries, *split_heads(key_value), causal=True, scale=scale), length
+            attend_part(queries, *split_heads(key_value), causal=True, scale=scale), chunk_length
         )
         for step in range(1, cp_size):
             received = collectives.wait(pending)
             if step < cp_size - 1:
                 pending = collectives.start_ring_shift(received, rank, cp_size, group)
-            if (rank - step) % cp_size < rank:
+            source = (rank - step) % cp_size
+            if source < rank:  # only its first chunk is visible
                 part = attend_part(
-                    queries, *split_heads(received[:length]), causal=False, scale=scale
+                    queries, *split_heads(received[:chunk_length]), causal=False, scale=scale
                 )
-                first_part, second_part = _split_chunks(part, length)
+                first_part, second_part = _split_chunks(part, chunk_length)
                 first = merge_parts(*first, *first_part)
             else:
                 second_part = attend_part(
-                    queries[:, :, length:], *split_heads(received), causal=False, scale=scale
+                    queries[:, :, chunk_length:], *split_heads(received), causal=False, scale=scale
                 )
             second = merge_parts(*second, *second_part)
         output = torch.cat((first[0].to(query.dtype), second[0].to(query.dtype)), 2)
@@ -111,45 +113,51 @@ class _RingAttention(torch.autograd.Function):
         query, key_value, output, log_sum_exp = ctx.saved_tensors
         cp_size, rank, group, scale = ctx.cp_size, ctx.rank, ctx.group, ctx.scale
         pending = collectives.start_ring_shift(key_value, rank, cp_size, group)
-        queries, length = query.permute(1, 2, 0, 3), len(query) // 2
+        queries, chunk_length = query.permute(1, 2, 0, 3), len(query) // 2
         gradient = gradient.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
-        query_gradient, own_gradient = compute_gradients_of_part(
+        query_gradient, own_kv_gradient = compute_gradients_of_part(
             gradient, queries, key_value, output, log_sum_exp, causal=True, scale=scale
         )
-        pending_gradient: torch.Tensor | None = None
+        pending_kv_gradient: torch.Tensor | None = None
         for step in range(1, cp_size):
             received = collectives.wait(pending)
             if step < cp_size - 1:
                 pending = collectives.start_ring_shift(received, rank, cp_size, group)
-            if (rank - step) % cp_size < rank:
-                part_query_gradient, part_gradient = compute_gradients_of_part(
+            source = (rank - step) % cp_size
+            if source < rank:  # only its first chunk is visible
+                part_query_gradient, part_kv_gradient = compute_gradients_of_part(
                     gradient,
                     queries,
-                    received[:length],
+                    received[:chunk_length],
                     output,
                     log_sum_exp,
                     causal=False,
                     scale=scale,
                 )
                 query_gradient = query_gradient + part_query_gradient
-                part_gradient = torch.cat((part_gradient, torch.zeros_like(part_gradient)))
+                part_kv_gradient = torch.cat((part_kv_gradient, torch.zeros_like(part_kv_gradient)))
             else:
-                part_query_gradient, part_gradient = compute_gradients_of_part(
-                    gradient[:, :, length:],
-                    queries[:, :, length:],
+                part_query_gradient, part_kv_gradient = compute_gradients_of_part(
+                    gradient[:, :, chunk_length:],
+                    queries[:, :, chunk_length:],
                     received,
-                    output[:, :, length:],
-                    log_sum_exp[:, :, length:].contiguous(),
+                    output[:, :, chunk_length:],
+                    log_sum_exp[:, :, chunk_length:].contiguous(),
                     causal=False,
                     scale=scale,
                 )
-                second_gradient = query_gradient[:, :, length:] + part_query_gradient
-                query_gradient = torch.cat((query_gradient[:, :, :length], second_gradient), 2)
-            if pending_gradient is not None:
-                part_gradient = part_gradient + collectives.wait(pending_gradient)
-            pending_gradient = collectives.start_ring_shift(part_gradient, rank, cp_size, group)
-        assert pending_gradient is not None  # a ring has at least two ranks
-        key_value_gradient = own_gradient + collectives.wait(pending_gradient)
+                second_query_gradient = query_gradient[:, :, chunk_length:] + part_query_gradient
+                query_gradient = torch.cat(
+                    (query_gradient[:, :, :chunk_length], second_query_gradient), 2
+                )
+            # What arrives is the sum of other ranks' parts for the same source.
+            if pending_kv_gradient is not None:
+                part_kv_gradient = part_kv_gradient + collectives.wait(pending_kv_gradient)
+            pending_kv_gradient = collectives.start_ring_shift(
+                part_kv_gradient, rank, cp_size, group
+            )
+        assert pending_kv_gradient is not None  # a ring has at least two ranks
+        key_value_gradient = own_kv_gradient + collectives.wait(pending_kv_gradient)
         return (
             query_gradient.to(query.dtype).permute(2, 0, 1, 3),
             key_value_gradient.to(key_value.dtype),

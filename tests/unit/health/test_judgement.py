@@ -61,6 +61,9 @@ OTHER_SLOW = measured(device(640.0), device(805.0), device(798.0), device(802.0)
         pytest.param([SLOW, HEALTHY], [], [2], id="first only"),
         pytest.param([HEALTHY, SLOW], [], [2], id="second only"),
         pytest.param([SLOW, OTHER_SLOW], [], [0, 2], id="different hosts"),
+        pytest.param([SLOW, HEALTHY, SLOW], [2], [], id="two of three"),
+        pytest.param([SLOW, HEALTHY, HEALTHY], [], [2], id="one of three"),
+        pytest.param([HEALTHY, SLOW, SLOW, HEALTHY], [], [2], id="two of four"),
     ],
 )
 def test_two_measurements_must_agree(
@@ -69,6 +72,14 @@ def test_two_measurements_must_agree(
     judgement = judge_passes(passes)
     assert judgement.hosts_with(Severity.SICK) == sick
     assert judgement.hosts_with(Severity.WARNING) == warned
+
+
+def test_host_that_cannot_be_measured_again_stays_unclear() -> None:
+    again = measured(device(800.0), device(805.0), failures={2: "no answer"})
+    judgement = judge_passes([SLOW, again])
+    assert judgement.hosts_with(Severity.UNCLEAR) == [2]
+    (warning,) = [f for f in judgement.findings if f.severity is Severity.WARNING]
+    assert warning.text.endswith("(801), and could not be measured again")
 
 
 def test_only_suspicions_need_a_second_pass() -> None:
