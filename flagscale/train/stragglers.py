@@ -21,8 +21,8 @@ L is the mean noise limit of the last :data:`_NOISE_WINDOWS` windows, 3.5 standa
 window (:mod:`flagscale.health.slow`). The noise of a mean of n windows is smaller by sqrt(n); the
 factor makes that 6 of its standard deviations, because an hour has many windows and many ranks.
 
-It is a straggler until as many windows in a row are not slow. The first report, which contains
-warm-up, is left out. This module does not import torch.
+It is a straggler until the excess of as many windows in a row is within the threshold. The first
+report, which contains warm-up, is left out. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class StragglerDetector:
         self._groups = [_Group(ranks) for ranks in groups.values() if len(ranks) > 1]
         self._window: list[Mapping[int, SectionTimes]] = []
         self._window_start: float | None = None
-        # Consecutive windows in which a rank was slow, and in which a straggler was not.
+        # Consecutive slow windows of each rank, and windows of a straggler within the threshold.
         self._slow_windows: dict[int, list[_SlowWindow]] = {}
         self._usual_windows: dict[int, int] = {}
         self._stragglers: dict[int, Straggler] = {}
@@ -270,14 +270,16 @@ class StragglerDetector:
             for rank, item in slow.items()
         }
         self._usual_windows = {
-            rank: 0 if rank in slow else self._usual_windows.get(rank, 0) + 1
+            rank: self._usual_windows.get(rank, 0) + 1
             for rank in self._stragglers
+            if rank not in slow or min(slow[rank].excesses) <= self._least_excess
         }
         before = set(self._stragglers)
         for group in self._groups:
             for rank in group.ranks:
                 if self._usual_windows.get(rank, 0) >= group.confirming_windows:
                     del self._stragglers[rank], self._usual_windows[rank]
+                    self._slow_windows.pop(rank, None)
                 windows = self._slow_windows.get(rank, ())
                 if self._is_confirmed(windows, group):
                     self._stragglers[rank] = _combine([window.measured for window in windows])

@@ -103,6 +103,16 @@ def test_straggler_that_recovers_is_reported_once() -> None:
     assert detector.cost == 0.0
 
 
+def test_straggler_is_over_within_the_threshold() -> None:
+    """A rank that needs less than the threshold is no straggler, but one of more stays one."""
+    detector = StragglerDetector(create_places(8), 1.1)
+    (named,) = feed(detector, lambda: create_report([1.25, *[1] * 7]), 3)
+    assert [item.rank for item in named.stragglers] == [0]
+    assert feed(detector, lambda: create_report([1.12, *[1] * 7]), 6, start=1000.0) == []
+    (over,) = feed(detector, lambda: create_report([1.08, *[1] * 7]), 6, start=2000.0)
+    assert over.stragglers == ()
+
+
 @pytest.mark.parametrize(
     ("factors", "threshold"),
     [
