@@ -21,8 +21,10 @@ L is the mean noise limit of the last :data:`_NOISE_WINDOWS` windows, 3.5 standa
 window (:mod:`flagscale.health.slow`). The noise of a mean of n windows is smaller by sqrt(n); the
 factor makes that 6 of its standard deviations, because an hour has many windows and many ranks.
 
-It is a straggler until the excess of as many windows in a row is within the threshold. The first
-report, which contains warm-up, is left out. This module does not import torch.
+It is a straggler until the mean excess of the last :data:`CONFIRMING_WINDOWS` windows (in a small
+group: :data:`CONFIRMING_WINDOWS_OF_FEW`) is within the threshold or L / 3, two standard deviations
+of this mean. The first report, which contains warm-up, is left out. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -103,9 +105,11 @@ _Pair = tuple[float, float]
 """Values by the median and by the mean of a window's steps."""
 
 
-class _SlowWindow(NamedTuple):
-    measured: Straggler
+class _Window(NamedTuple):
+    """Excess of a rank in a window, with the measured times if the window is slow."""
+
     excesses: _Pair
+    slow: Straggler | None
 
 
 class PeerTimes:
@@ -186,9 +190,10 @@ class StragglerDetector:
         self._groups = [_Group(ranks) for ranks in groups.values() if len(ranks) > 1]
         self._window: list[Mapping[int, SectionTimes]] = []
         self._window_start: float | None = None
-        # Consecutive slow windows of each rank, and windows of a straggler within the threshold.
-        self._slow_windows: dict[int, list[_SlowWindow]] = {}
-        self._usual_windows: dict[int, int] = {}
+        self._slow_windows: dict[int, list[_Window]] = {}
+        """The last consecutive slow windows of each rank."""
+        self._last_windows: dict[int, list[_Window]] = {}
+        """The last windows of each straggler since it was named."""
         self._stragglers: dict[int, Straggler] = {}
 
     @property
@@ -221,17 +226,15 @@ class StragglerDetector:
         if now - self._window_start < WINDOW_SECONDS or min(steps, default=0) < MIN_STEPS:
             return None
         window, self._window, self._window_start = self._window, [], now
-        slow = {
-            item.measured.rank: item
-            for group in self._groups
-            for item in self._judge(group, window)
+        windows = {
+            rank: item for group in self._groups for rank, item in self._judge(group, window)
         }
-        return self._update(slow)
+        return self._update(windows)
 
     def _judge(
         self, group: _Group, window: Sequence[Mapping[int, SectionTimes]]
-    ) -> Iterator[_SlowWindow]:
-        """Yield the ranks of a group for which a window is slow."""
+    ) -> Iterator[tuple[int, _Window]]:
+        """Yield the window of each rank of a group."""
         times = {
             rank: _average([row[rank] for row in window if rank in row]) for rank in group.ranks
         }
@@ -247,6 +250,7 @@ class StragglerDetector:
                 means.excess_of(item.mean_work_seconds),
             )
             if min(excesses) <= least:
+                yield rank, _Window(excesses, None)
                 continue
             usual = medians.median_without(item.work_seconds)
             straggler = Straggler(
@@ -261,28 +265,13 @@ class StragglerDetector:
                 ),
                 step_seconds=item.step_seconds,
             )
-            if straggler.cost >= MIN_COST:
-                yield _SlowWindow(straggler, excesses)
+            yield rank, _Window(excesses, straggler if straggler.cost >= MIN_COST else None)
 
-    def _update(self, slow: Mapping[int, _SlowWindow]) -> StragglerUpdate | None:
-        self._slow_windows = {
-            rank: [*self._slow_windows.get(rank, ()), item][-_MOST_WINDOWS:]
-            for rank, item in slow.items()
-        }
-        self._usual_windows = {
-            rank: self._usual_windows.get(rank, 0) + 1
-            for rank in self._stragglers
-            if rank not in slow or min(slow[rank].excesses) <= self._least_excess
-        }
+    def _update(self, windows: Mapping[int, _Window]) -> StragglerUpdate | None:
         before = set(self._stragglers)
         for group in self._groups:
             for rank in group.ranks:
-                if self._usual_windows.get(rank, 0) >= group.confirming_windows:
-                    del self._stragglers[rank], self._usual_windows[rank]
-                    self._slow_windows.pop(rank, None)
-                windows = self._slow_windows.get(rank, ())
-                if self._is_confirmed(windows, group):
-                    self._stragglers[rank] = _combine([window.measured for window in windows])
+                self._update_rank(rank, windows[rank], group)
         current = set(self._stragglers)
         if current == before:
             return None
@@ -293,13 +282,32 @@ class StragglerDetector:
             tuple(self._describe_recovered(sorted(before - current))),
         )
 
-    def _is_confirmed(self, windows: Sequence[_SlowWindow], group: _Group) -> bool:
-        """Return True if these consecutive windows show a straggler."""
-        if len(windows) < group.confirming_windows:
-            return False
-        factor = math.sqrt(CONFIRMING_WINDOWS / len(windows))
+    def _update_rank(self, rank: int, window: _Window, group: _Group) -> None:
+        count = group.confirming_windows
+        if window.slow is None:
+            self._slow_windows.pop(rank, None)
+        else:
+            slow_windows = [*self._slow_windows.get(rank, ()), window]
+            self._slow_windows[rank] = slow_windows[-_MOST_WINDOWS:]
+        if rank in self._stragglers:
+            last_windows = [*self._last_windows.get(rank, ()), window][-count:]
+            self._last_windows[rank] = last_windows
+            if len(last_windows) == count and not self._exceed(last_windows, group, 1 / 3):
+                del self._stragglers[rank], self._last_windows[rank]
+                self._slow_windows.pop(rank, None)
+        slow_windows = self._slow_windows.get(rank, [])
+        if len(slow_windows) >= count and self._exceed(
+            slow_windows, group, math.sqrt(CONFIRMING_WINDOWS / len(slow_windows))
+        ):
+            self._stragglers[rank] = _combine([item.slow for item in slow_windows if item.slow])
+
+    def _exceed(self, windows: Sequence[_Window], group: _Group, noise_factor: float) -> bool:
+        """Return True if the mean excesses are more than the threshold, and more than the noise
+        limits times a factor.
+        """
         return all(
-            statistics.fmean(excesses) > max(self._least_excess, factor * statistics.fmean(limits))
+            statistics.fmean(excesses)
+            > max(self._least_excess, noise_factor * statistics.fmean(limits))
             for excesses, limits in zip(
                 zip(*(window.excesses for window in windows), strict=True),
                 zip(*group.noise_limits, strict=True),

@@ -12,7 +12,7 @@ host has 80 % of the others' share.
 - ``run``: the hosts train a tiny Llama-3 with one rank each. One host after another is slow until
   the run names it, then no host is slow for as long as the same number of detections takes.
 
-The exit code is 4 if a slow host was not named, or a healthy one was. Needs root.
+The output is written after each round. The exit code is 4 if a slow host was not named, or a healthy one was. Needs root.
 """
 
 from __future__ import annotations
@@ -98,8 +98,12 @@ def _remove_group(group: Path) -> None:
             return
 
 
-def count_in_checks(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -> dict[str, Any]:
-    """Check the hosts by turns with and without a slow one, ``rounds`` times each."""
+def count_in_checks(
+    bed: Any, shares: CpuShares, rounds: int, rng: random.Random
+) -> Iterator[dict[str, Any]]:
+    """Check the hosts by turns with and without a slow one, ``rounds`` times each. Yield the counts
+    so far.
+    """
     from flagscale.config.schema import Runner
     from flagscale.health.judgement import Severity
     from flagscale.health.session import HealthSession, HealthTarget
@@ -109,7 +113,7 @@ def count_in_checks(bed: Any, shares: CpuShares, rounds: int, rng: random.Random
     runner = Runner(hosts=tuple(bed.names), ssh_config=bed.ssh_config)
     handle = endpoints.make_handle(runner, [Host(name) for name in bed.names])
     targets = [HealthTarget(name, "cpu") for name in bed.names]
-    counts = _Counts(rounds)
+    counts = _Counts()
     with endpoints.open_hosts(handle, bed.names) as connections:
         for _ in range(rounds):
             with HealthSession(connections, targets) as session:
@@ -124,11 +128,15 @@ def count_in_checks(bed: Any, shares: CpuShares, rounds: int, rng: random.Random
                     sick = judgement.hosts_with(Severity.SICK)
                     findings = [f"{bed.names[f.host]}: {f.text}" for f in judgement.findings]
                     counts.add(victim, {bed.names[number] for number in sick}, findings)
-    return counts.to_json()
+                    yield counts.to_json()
 
 
-def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -> dict[str, Any]:
-    """Train on the hosts, and slow one after another; then train as long without a slow one."""
+def count_in_run(
+    bed: Any, shares: CpuShares, rounds: int, rng: random.Random
+) -> Iterator[dict[str, Any]]:
+    """Train on the hosts, and slow one after another; then train as long without a slow one. Yield
+    the counts so far.
+    """
     from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
     from support.training_lab import (  # type: ignore[import-not-found]
         LLAMA,
@@ -136,7 +144,7 @@ def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -
         train_sections,
     )
 
-    counts, durations = _Counts(rounds), []
+    counts, durations = _Counts(), list[float]()
     shared = bed.directory.parent / "shared"
     with ssh_lab(bed, shared / "lab") as lab:
         train = train_sections(None, logging={"log_interval": 5})
@@ -165,6 +173,7 @@ def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -
                 named |= _named_since(lab, start)
             durations.append(round(time.time() - start, 1))
             counts.add(victim, named, [])
+            yield {**counts.to_json(), "seconds": durations}
             shares.limit(victim)
             while _named_now(lab) and time.time() - start < 2 * _NAMED_SECONDS:
                 time.sleep(_POLL_SECONDS)
@@ -173,8 +182,8 @@ def count_in_run(bed: Any, shares: CpuShares, rounds: int, rng: random.Random) -
             start = time.time()
             time.sleep(median)
             counts.add(None, _named_since(lab, start), [])
+            yield {**counts.to_json(), "seconds": durations}
         lab.run_action("stop", timeout=120)
-    return {**counts.to_json(), "seconds": durations}
 
 
 def _straggler_events(lab: Any) -> list[Any]:
@@ -200,15 +209,15 @@ def _named_now(lab: Any) -> bool:
 class _Counts:
     """Decisions about slow and about healthy hosts."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
-        self._named = self._false_alarms = self._healthy_rounds = 0
+    def __init__(self) -> None:
+        self._slow_rounds = self._named = self._false_alarms = self._healthy_rounds = 0
         self._mistakes: list[dict[str, Any]] = []
 
     def add(self, victim: str | None, named: set[str], findings: list[str]) -> None:
         """Count a round with this slow host, or without one, in which these hosts were named."""
         others = named - {victim}
         self._named += victim in named
+        self._slow_rounds += victim is not None
         self._healthy_rounds += victim is None
         self._false_alarms += bool(others)
         if others or (victim is not None and victim not in named):
@@ -217,7 +226,7 @@ class _Counts:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "slow": self._rounds,
+            "slow": self._slow_rounds,
             "named": self._named,
             "healthy_rounds": self._healthy_rounds,
             "false_alarms": self._false_alarms,
@@ -255,9 +264,10 @@ def main() -> int:
                 Bed.open(bed_directory, _HOSTS, shared=[shared]) as bed,
                 CpuShares.open(bed) as shares,
             ):
-                record[name] = _PARTS[name](bed, shares, options.rounds, rng)
-        if options.output:
-            write_json(options.output, record)
+                for counts in _PARTS[name](bed, shares, options.rounds, rng):
+                    record[name] = counts
+                    if options.output:
+                        write_json(options.output, record)
     parts = [record[name] for name in _PARTS if name in record]
     return 4 if any(part["mistakes"] for part in parts) else 0
 
