@@ -12,7 +12,8 @@ host has 80 % of the others' share.
 - ``run``: the hosts train a tiny Llama-3 with one rank each. One host after another is slow until
   the run names it, then no host is slow for as long as the same number of detections takes.
 
-The output is written after each round. The exit code is 4 if a slow host was not named, or a healthy one was. Needs root.
+The output is written after each round. The exit code is 4 if a slow host was not named, or a
+healthy one was. Needs root.
 """
 
 from __future__ import annotations
