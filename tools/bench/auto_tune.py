@@ -67,7 +67,7 @@ from flagscale.tune.trial_processes import TrialProcesses  # noqa: E402
 CONFIG = Path("examples/llama3/conf")
 _LONGEST_TRIAL = 150
 """Seconds after which a trial is ended."""
-_BUDGET = 0.25
+BUDGET = 0.25
 """Trials per layout after which the search is judged as well."""
 _LOG_CHARACTERS = 4000
 _POLL_SECONDS = 0.2
@@ -408,7 +408,7 @@ class Comparison:
 
     def _judge_budget(self, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Return the trials of the search within the budget, and the winner after them."""
-        trials = self._search_trials[: int(_BUDGET * len(self.space.candidates))]
+        trials = self._search_trials[: int(BUDGET * len(self.space.candidates))]
         search = Search(self._problem, self.space, self._experiment.tuner, trials)
         record: dict[str, Any] = {"trials": len(trials)}
         if (winner := search.winner) is not None and winner.layout.key in times:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(PROJECT))
 
-from auto_tune import CASES, CONFIG, Case  # noqa: E402
+from auto_tune import BUDGET, CASES, CONFIG, Case  # noqa: E402
 
 from flagscale.bench import machine  # noqa: E402
 from flagscale.cli_errors import run_command  # noqa: E402
@@ -100,7 +100,7 @@ def replay_search(grid: Grid, tuner: Tuner, seed: int) -> Replay:
     early_loss = None
     while True:
         search = Search(grid.problem, space, tuner, trials)
-        if len(trials) == int(0.25 * len(grid.layouts)):
+        if len(trials) == int(BUDGET * len(grid.layouts)):
             early_loss = _find_loss(grid, search)
         last = trials[-1].setting if trials else None
         decision = search.decide(0.0, partial(_share_groups, last))
@@ -311,7 +311,7 @@ def summarize(replays: Sequence[Replay]) -> dict[str, Any]:
         "trials": round(statistics.fmean(trials), 2),
         "repeats": round(statistics.fmean(replay.repeats for replay in replays), 2),
         "share_of_layouts": round(statistics.fmean(trials) / layouts, 3),
-        "within_share": round(statistics.fmean(t <= 0.25 * layouts for t in trials), 3),
+        "within_share": round(statistics.fmean(t <= BUDGET * layouts for t in trials), 3),
         "within_3_percent": _count_reached(losses),
         "within_3_percent_early": _count_reached([replay.early_loss for replay in replays]),
         "mean_loss": round(statistics.fmean(losses), 4),

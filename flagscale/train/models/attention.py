@@ -21,9 +21,8 @@ from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 from flagscale.train.models.context_parallel import select_attention_groups
 from flagscale.train.models.document_mask import attend_masked, attend_packed
-from flagscale.train.models.gathered_attention import attend_gathered
+from flagscale.train.models.gathered_attention import attend_causal, attend_gathered
 from flagscale.train.models.head_exchange import gather_heads, gather_sequence
-from flagscale.train.models.ring_attention import attend_in_ring
 
 _SDP_BACKENDS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
@@ -111,8 +110,15 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         if self._sequence_group is None:
             return self.attend(query, key, value, attention_mask)
         dropout = self.dropout if self.training else 0.0
-        if self._has_ring and self.causal and not dropout and attention_mask is None:
-            output = attend_in_ring(query, key, value, self._sequence_group, scale=self.scale)
+        if self.causal and not dropout and attention_mask is None:
+            output = attend_causal(
+                query,
+                key,
+                value,
+                self._sequence_group,
+                scale=self.scale,
+                in_ring=self._has_ring,
+            )
             return output.permute(2, 0, 1, 3).flatten(2)
         with self._dropout_rng(dropout):
             output = attend_gathered(

@@ -29,11 +29,13 @@ from flagscale.train.models.document_mask import (
     visible_mask,
 )
 from flagscale.train.models.partial_attention import (
+    add_gradients_of_second_chunk,
     attend_part,
     compute_gradients_of_part,
     merge_parts,
     split_heads,
 )
+from flagscale.train.models.ring_attention import RingAttention
 
 
 def attend_gathered(
@@ -47,7 +49,8 @@ def attend_gathered(
     dropout: float,
     documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute attention of a rank's queries to the whole sequence.
+    """Compute attention with dropout, with documents, or in both directions, of a rank's queries to
+    the whole sequence, whose keys and values are gathered.
 
     Args:
         query: [s/cp, b, heads, d].
@@ -63,28 +66,48 @@ def attend_gathered(
     Returns:
         [b, heads, s/cp, head dimension of values].
     """
-    width, value_width = query.shape[-1], value.shape[-1]
-    if value_width < width:
-        value = functional.pad(value, (0, width - value_width))
-    scale = width**-0.5 if scale is None else scale
-    cp_size, rank, group_name = group.size(), group.rank(), collectives.get_group_name(group)
-    if causal and not dropout and documents is None:
-        output: torch.Tensor = _CausalAttention.apply(  # type: ignore[no-untyped-call]
-            query, torch.cat((key, value), 2), cp_size, rank, group_name, scale
-        )
-    else:
-        gathered = collectives.all_gather(torch.cat((key, value), 2), group)
-        output = _attend_to_whole_sequence(
-            query,
-            restore_sequence_order(gathered, cp_size),
-            rank,
-            cp_size,
-            causal=causal,
-            scale=scale,
-            dropout=dropout,
-            documents=documents,
-        )
-    return output[..., :value_width]
+    cp_size = group.size()
+    gathered = collectives.all_gather(_join(key, value), group)
+    output = _attend_to_whole_sequence(
+        query,
+        restore_sequence_order(gathered, cp_size),
+        group.rank(),
+        cp_size,
+        causal=causal,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        dropout=dropout,
+        documents=documents,
+    )
+    return output[..., : value.shape[-1]]
+
+
+def attend_causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    *,
+    scale: float | None,
+    in_ring: bool,
+) -> torch.Tensor:
+    """Compute causal attention of a rank's queries to the whole sequence; arguments and result as
+    :func:`attend_gathered`'s. ``in_ring`` selects a ring, and not a gather.
+    """
+    function = RingAttention if in_ring else _CausalAttention
+    output: torch.Tensor = function.apply(  # type: ignore[no-untyped-call]
+        query,
+        _join(key, value),
+        group.size(),
+        group.rank(),
+        collectives.get_group_name(group),
+        query.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    return output[..., : value.shape[-1]]
+
+
+def _join(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return keys and values as heads, [s/cp, b, 2 · query groups, d]; values are padded to d."""
+    return torch.cat((key, functional.pad(value, (0, key.shape[-1] - value.shape[-1]))), 2)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -155,17 +178,9 @@ class _CausalAttention(torch.autograd.Function):
             both_gradients = torch.stack((first_gradients, torch.zeros_like(first_gradients)), 1)
             gradients.insert(0, both_gradients.flatten(0, 2))
         if rank < cp_size - 1:
-            part_query_gradient, part_gradient = compute_gradients_of_part(
-                gradient[:, :, length:],
-                queries[:, :, length:],
-                later_ranks,
-                output[:, :, length:],
-                log_sum_exp[:, :, length:].contiguous(),
-                causal=False,
-                scale=scale,
+            query_gradient, part_gradient = add_gradients_of_second_chunk(
+                query_gradient, gradient, queries, later_ranks, output, log_sum_exp, scale=scale
             )
-            second_gradient = query_gradient[:, :, length:] + part_query_gradient
-            query_gradient = torch.cat((query_gradient[:, :, :length], second_gradient), 2)
             gradients.append(part_gradient)
         others_gradient = torch.cat(gradients)
         reduced = collectives.start_reduce_scatter(others_gradient, cp_size, ctx.group)

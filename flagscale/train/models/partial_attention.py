@@ -111,6 +111,33 @@ def compute_gradients_of_part(
     return query_gradient.float(), key_value_gradient
 
 
+def add_gradients_of_second_chunk(
+    query_gradient: torch.Tensor,
+    gradient: torch.Tensor,
+    queries: torch.Tensor,
+    key_value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    *,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of the queries of both chunks with the contribution of keys that only the
+    second chunk sees, all of them, and the gradient of ``key_value`` in its shape.
+    """
+    length = queries.shape[2] // 2
+    second_gradient, key_value_gradient = compute_gradients_of_part(
+        gradient[:, :, length:],
+        queries[:, :, length:],
+        key_value,
+        output[:, :, length:],
+        log_sum_exp[:, :, length:].contiguous(),
+        causal=False,
+        scale=scale,
+    )
+    second_gradient = query_gradient[:, :, length:] + second_gradient
+    return torch.cat((query_gradient[:, :, :length], second_gradient), 2), key_value_gradient
+
+
 def merge_parts(
     output: torch.Tensor,
     log_sum_exp: torch.Tensor,

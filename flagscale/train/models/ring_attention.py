@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from flagscale.train.layers import collectives
 from flagscale.train.models.partial_attention import (
+    add_gradients_of_second_chunk,
     attend_part,
     compute_gradients_of_part,
     merge_parts,
@@ -29,41 +29,8 @@ from flagscale.train.models.partial_attention import (
 )
 
 
-def attend_in_ring(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    group: torch.distributed.ProcessGroup,
-    *,
-    scale: float | None,
-) -> torch.Tensor:
-    """Compute causal attention of a rank's queries to the whole sequence.
-
-    Args:
-        query: [s/cp, b, heads, d].
-        key: [s/cp, b, query groups, d].
-        value: as ``key``, with a head dimension of at most d.
-        group: context-parallel group of at least two ranks.
-        scale: factor of the scores; 1/sqrt(d) if None.
-
-    Returns:
-        [b, heads, s/cp, head dimension of values].
-    """
-    width, value_width = query.shape[-1], value.shape[-1]
-    value = functional.pad(value, (0, width - value_width))
-    output: torch.Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        query,
-        torch.cat((key, value), 2),
-        group.size(),
-        group.rank(),
-        collectives.get_group_name(group),
-        width**-0.5 if scale is None else scale,
-    )
-    return output[..., :value_width]
-
-
-class _RingAttention(torch.autograd.Function):
-    """Attention as in this module's description.
+class RingAttention(torch.autograd.Function):
+    """Causal attention as in this module's description, with at least two ranks.
 
     ``key_value`` has keys and values as heads: [s/cp, b, 2 · query groups, d].
     """
@@ -137,18 +104,8 @@ class _RingAttention(torch.autograd.Function):
                 query_gradient = query_gradient + part_query_gradient
                 part_kv_gradient = torch.cat((part_kv_gradient, torch.zeros_like(part_kv_gradient)))
             else:
-                part_query_gradient, part_kv_gradient = compute_gradients_of_part(
-                    gradient[:, :, chunk_length:],
-                    queries[:, :, chunk_length:],
-                    received,
-                    output[:, :, chunk_length:],
-                    log_sum_exp[:, :, chunk_length:].contiguous(),
-                    causal=False,
-                    scale=scale,
-                )
-                second_query_gradient = query_gradient[:, :, chunk_length:] + part_query_gradient
-                query_gradient = torch.cat(
-                    (query_gradient[:, :, :chunk_length], second_query_gradient), 2
+                query_gradient, part_kv_gradient = add_gradients_of_second_chunk(
+                    query_gradient, gradient, queries, received, output, log_sum_exp, scale=scale
                 )
             # What arrives is the sum of other ranks' parts for the same source.
             if pending_kv_gradient is not None:
