@@ -126,7 +126,6 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
     trainable = count_trainable_weights(args, vocabulary_size, part, weight_count)
     if args.peft_type:
         weight_count += trainable
-    formats = state_formats(vars(args))
     host_weights = offloaded_weights(args, trainable)
     kept_weights = count_optimizer_weights(args, trainable) - host_weights
     exact_bytes, exact_host_bytes = _replicated_state_bytes(args, vocabulary_size, part)
@@ -144,7 +143,7 @@ def estimate_rank_memory(args: Any, vocabulary_size: int, part: ModelPart) -> Me
         optimizer_bytes,
         activations,
         transient,
-        formats.host_bytes * host_weights
+        state_bytes(args) * host_weights
         + exact_host_bytes
         + part.microbatches_in_flight * sum(offloaded),
     )
@@ -335,11 +334,11 @@ def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
 
 
 def state_bytes(args: Any) -> float:
-    """Return the bytes per weight of the state in the device's memory: moments, and fp32 weights if
-    the model has 16-bit weights. Matrices that Muon trains have one moment less.
+    """Return the bytes of the optimizer's state per weight: moments, and fp32 weights if the model
+    has 16-bit weights. Matrices that Muon trains have one moment less.
     """
     if args.optimizer in ADAM_FAMILY:
-        return state_formats(vars(args)).device_bytes(model_format(vars(args)))
+        return state_formats(vars(args)).state_bytes(model_format(vars(args)))
     has_masters = element_bytes(args) < FP32_BYTES
     has_momentum = args.optimizer == LION or bool(args.sgd_momentum)
     return float(FP32_BYTES * (has_momentum + has_masters))
@@ -360,10 +359,8 @@ def _replicated_state_bytes(
     embedding = weights.embedding_weights(args, vocabulary_size)
     host_weights = offloaded_weights(args, embedding)
     kept_weights = count_optimizer_weights(args, embedding) - host_weights
-    return (
-        (exact_formats.device_bytes(model) - formats.device_bytes(model)) * kept_weights,
-        (exact_formats.host_bytes - formats.host_bytes) * host_weights,
-    )
+    added_bytes = exact_formats.state_bytes(model) - formats.state_bytes(model)
+    return added_bytes * kept_weights, added_bytes * host_weights
 
 
 def offloaded_weights(args: Any, trainable: WeightCount) -> float:

@@ -87,8 +87,11 @@ _SHARD_ACCESSES = 5
 """Accesses per element of a shard of gradients in each micro-batch: its own part and one that is
 received are added to it, and the received one is written before.
 """
-_HOST_WEIGHTS_PER_SECOND = 3.6e9
-"""Weights in host memory that 16 cores of a host and the device update per second, with copies."""
+_OFFLOADED_STATE_BYTES_PER_SECOND = 86e9
+"""Bytes of the optimizer's states in host memory that an update reads and writes per second, with
+copies. An H100 copies 86.6e9 bytes per second in both directions together. If the cores of the host
+update some of the fp32 states, it takes as long.
+"""
 _COPIED_BYTES_PER_SECOND = 45e9
 """Pinned copies between a device and its host, in each direction. 55e9 down and 33e9 (first use of
 the memory) to 50e9 up were measured on an H100; they do not slow down GEMMs beside them.
@@ -142,8 +145,8 @@ class Workload:
     reachable fraction of the device's 16-bit peak. ``traffic_bytes`` is memory traffic, ``kernels``
     the number of kernels, ``launches`` the number of those that the host launches one by one, and
     ``exchanged_bytes`` are received from other ranks without overlap with computation, and
-    ``host_weights`` are updated by the host's cores. ``copied_bytes`` are copied to or from the
-    host while the device computes.
+    ``offloaded_state_bytes`` of the optimizer in host memory are read and written. ``copied_bytes``
+    are copied to or from the host while the device computes.
     """
 
     gemm_flops: float = 0.0
@@ -153,7 +156,7 @@ class Workload:
     kernels: float = 0.0
     launches: float = 0.0
     exchanged_bytes: float = 0.0
-    host_weights: float = 0.0
+    offloaded_state_bytes: float = 0.0
     copied_bytes: float = 0.0
 
     def __add__(self, other: Workload) -> Workload:
@@ -180,7 +183,7 @@ class Workload:
         # Copies to and from the host run beside the rest.
         copies = self.copied_bytes / _COPIED_BYTES_PER_SECOND
         host = max(copies - device_seconds - launch, 0.0)
-        host += self.host_weights / _HOST_WEIGHTS_PER_SECOND
+        host += self.offloaded_state_bytes / _OFFLOADED_STATE_BYTES_PER_SECOND
         return LoadSeconds(compute, memory, kernels, exchange, launch, host)
 
 
@@ -385,7 +388,7 @@ def optimizer_load(args: Any, vocabulary_size: int, part: ModelPart) -> Workload
             traffic_bytes=traffic_bytes,
             kernels=_STEP_KERNELS,
             launches=_STEP_KERNELS,
-            host_weights=host_weights,
+            offloaded_state_bytes=2 * memory.state_bytes(args) * host_weights,
         )
         + orthogonalization
     )

@@ -127,8 +127,10 @@ offloaded weights takes the same time for any number of tokens.
 CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SEQUENCE_4K, SEQUENCE_8K = (8, 4096, 2, 8), (8, 8192, 1, 8)
 SEQUENCE_4K_DOUBLE_BATCH = (8, 4096, 2, 16)
+SEQUENCE_4K_MBS4 = (8, 4096, 4, 8)
 """Layers, sequence length, micro-batch size, and number of micro-batches per step.
 
+``SEQUENCE_4K_MBS4`` has twice as many tokens per micro-batch as ``SEQUENCE_4K``.
 ``SEQUENCE_4K_DOUBLE_BATCH`` has as many tokens per step as two data-parallel replicas of
 ``SEQUENCE_4K``. In the rows with two pipeline stages, the stage with the output head has fewer
 layers, so that both take about the same time.
@@ -162,8 +164,8 @@ ROWS = (
     GpuRow("1b-odd", 16, 2048, 4, 4, model=f"{LLAMA_1B} --vocab-size 128257"),
     GpuRow("kept-256k", 8, *TOKENS_256K),
     GpuRow("offload-256k", 8, *TOKENS_256K, options=OFFLOAD),
-    GpuRow("8b-offload", 32, *TOKENS_256K, options=f"{OFFLOAD} --recompute-granularity auto "
-        "--recompute-memory-gib 64"),
+    GpuRow("8b-offload", 32, *TOKENS_256K, options=f"{OFFLOAD} {PRECISION_AWARE} "
+        "--recompute-granularity auto --recompute-memory-gib 64"),
     GpuRow("bf16-sections", *SEQUENCE_4K, options="--log-straggler"),
     GpuRow("muon", *SEQUENCE_4K, options="--optimizer muon"),
     GpuRow("muon-256k", 8, *TOKENS_256K, options="--optimizer muon"),
@@ -173,8 +175,9 @@ ROWS = (
     GpuRow("lean", *SEQUENCE_4K, options=LEAN),
     GpuRow("8b-lean", 32, *TOKENS_256K, options=f"{LEAN} --recompute-granularity auto "
         "--recompute-memory-gib 64"),
-    GpuRow("offload-lean-256k", 8, *TOKENS_256K, options=f"{OFFLOAD} {FP8_MOMENTS} "
-        "--main-params-dtype bf16"),
+    GpuRow("offload-remainders-256k", 8, *TOKENS_256K, options=f"{OFFLOAD} {PRECISION_AWARE}"),
+    GpuRow("offload-bf16-moments-256k", 8, *TOKENS_256K, options=f"{OFFLOAD} {BF16_MOMENTS}"),
+    GpuRow("offload-fp8-moments-256k", 8, *TOKENS_256K, options=f"{OFFLOAD} {FP8_MOMENTS}"),
     GpuRow("offload-layers-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 2"),
     GpuRow("offload-all-256k", 8, *TOKENS_256K, options="--cpu-offloading-num-layers 7 "
         f"{SELECTIVE} layernorm mlp"),
@@ -182,6 +185,8 @@ ROWS = (
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),
     GpuRow("dp2-sharded", *SEQUENCE_4K, gpus=2, options=SHARDED),
+    GpuRow("dp2-mbs4", *SEQUENCE_4K_MBS4, gpus=2),
+    GpuRow("dp2-sharded-mbs4", *SEQUENCE_4K_MBS4, gpus=2, options=SHARDED),
     GpuRow("dp2-sharded-gradients", *SEQUENCE_4K, gpus=2,
         options="--data-parallel-sharding-strategy optim_grads"),
     GpuRow("8b-sharded", 32, 4096, 1, 32, gpus=2,
@@ -207,16 +212,26 @@ def measure_rows(
 ) -> Iterator[dict[str, Any]]:
     """Train each row and yield its record, including the limit of the GPU.
 
-    The last two of the ``steps`` are not counted. If ``profiles`` is a directory, they are
-    profiled.
+    If ``profiles`` is a directory, the last two of the ``steps`` are profiled and not counted.
+
+    Raises:
+        ConfigError: There are too few steps to count any.
+        JobError: The training program failed.
     """
+    last_step = steps if profiles is None else steps - 2
+    if last_step < WARM_UP + 2:
+        raise ConfigError(
+            f"{steps} steps are too few: the first {WARM_UP} are not counted, nor are two profiled "
+            "ones, and the time of two steps is averaged",
+            hint=f"--steps {steps + WARM_UP + 2 - last_step}",
+        )
     for row in rows:
         data = write_tokens(scratch, 48 << 20, resolve_row_arguments(row).vocab_size)
         limit = measure_limit_in_subprocess(row.tokens)
         start = time.time()
         extra_arguments = "" if profiles is None else profile_arguments(steps, profiles / row.name)
         events = train_row(row, steps, data, scratch / row.name, extra_arguments)
-        record = {**asdict(row), **summarize_events(row, events, start, steps - 2)}
+        record = {**asdict(row), **summarize_events(row, events, start, last_step)}
         if profiles is not None:
             record["profile"] = read_profile_summary(scratch / row.name / "output")
         record["matmul_limit_tflops"] = round(limit, 1)

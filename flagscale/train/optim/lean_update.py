@@ -26,6 +26,7 @@ from flagscale.train.optim.state_formats import (
     NO_THRESHOLDS,
     Format,
     Tensors,
+    WeightFormat,
     as_rows,
     block_parts,
     draw_thresholds,
@@ -40,7 +41,7 @@ _COMPILED_HOST_PART = 1 << 20
 class AdamFormats(NamedTuple):
     """Formats of the weights and of both moments."""
 
-    weights: Format
+    weights: WeightFormat
     first_moment: Format
     second_moment: Format
 

@@ -4,15 +4,18 @@ Master weights are the weights that Adam updates; Megatron-LM calls their format
 model's weights are the same values in the model's dtype. If both formats are equal and in the
 same memory, they are the same tensor.
 
-With ``optimizer_cpu_offload`` the fp32 weights and both moments of some weights are in host
-memory, 12 bytes a weight. They are updated piece by piece, in two ways at the same time:
-
-- by the host's cores, bound by the bandwidth of its memory: gradients are copied to the host, and
-  new weights to the device (Ren et al., "ZeRO-Offload", 2021);
-- by the device, bound by the bandwidth of PCIe: states are copied to the device and back.
-
 With ``use_precision_aware_optimizer`` master weights and moments take fewer bytes
 (:mod:`.state_formats`). Such states are called lean.
+
+With ``optimizer_cpu_offload`` the states of some weights are in host memory: 12 bytes a weight if
+they are in fp32. They are updated piece by piece, in two ways:
+
+- by the device, bound by the bandwidth of PCIe: states are copied to the device and back;
+- by the host's cores, bound by the bandwidth of its memory: gradients are copied to the host, and
+  new weights to the device (Ren et al., "ZeRO-Offload", 2021).
+
+Of fp32 states the cores update some while the device updates the others. Lean ones are all updated
+by the device, which copies few bytes of them.
 
 megatron.core's distributed optimizer treats this class as Transformer Engine's ``FusedAdam`` with
 ``use_precision_aware_optimizer``: the parameters are this rank's shards of the model's weights,
@@ -62,6 +65,7 @@ from flagscale.train.optim.state_formats import (
     RemainderWeights,
     SeparateWeights,
     Tensors,
+    WeightFormat,
     as_rows,
     block_parts,
 )
@@ -70,11 +74,12 @@ from flagscale.train.optim.states import FIRST_MOMENT, SECOND_MOMENT
 MASTER = "master_param"
 """Name of the master weights in a parameter's state, next to the moments."""
 _DEVICE_FRACTION = 0.6
-"""Fraction of the offloaded weights that the device updates. Balanced on 16 cores and an H100: the
-cores took as long for the rest. It is not tuned at run time, because a CPU and a GPU round
-differently: another split would change the results.
+"""Fraction of the offloaded weights with fp32 states that the device updates. Balanced on 16 cores
+and an H100: the cores took as long for the rest. It is not tuned at run time, because a CPU and a
+GPU round differently: another split would change the results.
 """
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MODEL_FORMATS = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class StoredState(NamedTuple):
@@ -105,8 +110,11 @@ class StoredState(NamedTuple):
         if self.is_fp32:
             return self.tensors[-1]
         values = torch.empty(self.tensors[0].numel(), dtype=torch.float32)
+        device = self.tensors[-1].device
         for part in self._parts():
-            values[part].copy_(self.form.read(self._rows(part)).view(-1))
+            # The model's weights may be on the device, and what they lack in host memory.
+            rows = tuple(tensor.to(device) for tensor in self._rows(part))
+            values[part].copy_(self.form.read(rows).view(-1))
         return values
 
     def overwrite(self, values: torch.Tensor) -> None:
@@ -196,7 +204,7 @@ class MasterWeightAdam(FusedAdam):
         device = torch.device("cpu") if is_on_host else parameter.device
         formats = self._formats_of(parameter)
         size, weights = parameter.numel(), parameter.detach()
-        master = _choose_master_format(formats, parameter.dtype, is_on_host=is_on_host)
+        master = _choose_master_format(formats, parameter.dtype)
         first, second = FIRST_MOMENTS[formats.first_moment], SECOND_MOMENTS[formats.second_moment]
         self.state[parameter] = {
             MASTER: StoredState(master, (weights, *master.allocate(size, device))),
@@ -211,15 +219,17 @@ class MasterWeightAdam(FusedAdam):
         """Pin the states of the leading weights of an offloaded parameter that the device updates.
         Return the number of these weights.
         """
-        pieces = round(_DEVICE_FRACTION * parameter.numel() / WEIGHTS_PER_PIECE)
-        device = Device.from_torch(parameter.device)
-        if not pieces or device.is_host:
+        size, device = parameter.numel(), Device.from_torch(parameter.device)
+        weights = size
+        if self._has_fp32_states(parameter):
+            pieces = round(_DEVICE_FRACTION * size / WEIGHTS_PER_PIECE)
+            weights = min(pieces * WEIGHTS_PER_PIECE, size)
+        if not weights or device.is_host:
             return 0
         if id(parameter) in self._replicated_ids:
             # Shards of the copies begin elsewhere. One rank's CPU and another rank's GPU would
             # update the same weight, with different rounding errors.
             return 0
-        weights = min(pieces * WEIGHTS_PER_PIECE, parameter.numel())
         tensors = self._cut_tensors(Piece(parameter, slice(0, weights)))
         states = tensors.in_host_memory()
         # After a failure the tensors that have been registered are released with this list.
@@ -246,7 +256,10 @@ class MasterWeightAdam(FusedAdam):
     def host_bytes(self) -> int:
         """Bytes of the states in host memory, allocated or not."""
         return sum(
-            math.ceil(parameter.numel() * self._formats_of(parameter).host_bytes)
+            math.ceil(
+                parameter.numel()
+                * self._formats_of(parameter).state_bytes(_MODEL_FORMATS[parameter.dtype])
+            )
             for parameter in self._parameters()
             if id(parameter) in self._offloaded_ids
         )
@@ -433,8 +446,14 @@ class MasterWeightAdam(FusedAdam):
         """
         step_options = self._hyperparameters(group, torch.device("cpu"))
         staging.begin()
+
+        def start_copy_to_host(index: int, piece: Piece) -> None:
+            formats, _ = self._adam_tensors(piece.parameter)
+            reads_weights = formats.weights.reads_model_weights
+            staging.start_copy_to_host(index, piece, with_weights=reads_weights)
+
         for index, piece in enumerate(pieces[:PIECES_IN_FLIGHT]):
-            staging.start_gradient_copy(index, piece)
+            start_copy_to_host(index, piece)
         for index, piece in enumerate(pieces):
             yield
             gradient = staging.wait_for_gradient(index, piece)
@@ -442,10 +461,10 @@ class MasterWeightAdam(FusedAdam):
             tensors = self._cut_tensors(piece)
             tensors = tensors._replace(weights=(weights, *tensors.weights[1:]))
             self._update_piece(group, piece, tensors, gradient, step_options)
+            staging.start_weight_copy(index, piece)
             later = index + PIECES_IN_FLIGHT
             if later < len(pieces):
-                staging.start_gradient_copy(later, pieces[later])
-            staging.start_weight_copy(index, piece)
+                start_copy_to_host(later, pieces[later])
         staging.make_current_stream_wait()
 
     def _cut_tensors(self, piece: Piece) -> AdamTensors:
@@ -462,13 +481,15 @@ class MasterWeightAdam(FusedAdam):
     ) -> None:
         """Update a piece of the weights, all of whose tensors are on one device."""
         parameter, part = piece
-        weights, master = tensors.weights  # offloaded master weights are separate
+        weights = tensors.weights[0]
         if self._has_fp32_states(parameter):
+            master = tensors.weights[-1]
             self._run_kernel(
                 group, [master], [gradient.float()], [tensors.first_moment[0]],
                 [tensors.second_moment[0]],
             )  # fmt: skip
-            weights.copy_(master)
+            if master is not weights:
+                weights.copy_(master)
             return
         formats, _ = self._adam_tensors(parameter)
         # The update combines the key with positions in the piece in the same way. Pieces begin at
@@ -484,16 +505,9 @@ class MasterWeightAdam(FusedAdam):
         update(tensors, gradient, step_options, key)
 
 
-def _choose_master_format(
-    formats: StateFormats, model_dtype: torch.dtype, *, is_on_host: bool
-) -> InPlaceWeights | SeparateWeights | RemainderWeights:
-    """Return the format of the master weights of a parameter of the model.
-
-    Offloaded master weights are always separate, because the model's weights are on the device.
-    """
+def _choose_master_format(formats: StateFormats, model_dtype: torch.dtype) -> WeightFormat:
+    """Return the format of the master weights of a parameter of the model."""
     dtype = torch.float32 if model_dtype == torch.float32 else _DTYPES[formats.main_params]
-    if is_on_host:
-        return SeparateWeights(Plain(dtype))
     if dtype == model_dtype:
         return InPlaceWeights(dtype)
     if formats.remainders and model_dtype == torch.bfloat16:

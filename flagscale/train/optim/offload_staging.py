@@ -5,7 +5,7 @@ Each of the ``PIECES_IN_FLIGHT`` pieces in flight has its own buffers. With fp32
 in bf16 these are
 
 - on the device, three states of 4 bytes per weight: 192 MiB;
-- in pinned host memory, a gradient of 4 bytes and a new weight of 2 bytes per weight: 96 MiB.
+- in pinned host memory, a gradient of 4 bytes and a weight of 2 bytes per weight: 96 MiB.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def cut_in_pieces(parameters: Iterable[torch.Tensor]) -> Iterator[Piece]:
 
 class HostUpdateStaging:
     """Buffers in host memory for pieces that the host's cores update: one for the gradient, which
-    is copied from the device, and one for the new weights, which are copied to it.
+    is copied from the device, and one for the model's weights, which are copied to it, and before
+    from it if the update reads them.
 
     Pieces are numbered from 0 in each step. Piece ``index`` has the buffers that piece
     ``index - PIECES_IN_FLIGHT`` had. The weights of a model on the CPU are updated where they are.
@@ -66,7 +67,7 @@ class HostUpdateStaging:
             self._to_host_stream = module.Stream(device)
             self._to_device_stream = module.Stream(device)
             # Waiting for an event that has never been recorded returns at once.
-            self._gradient_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
+            self._on_host_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
             self._weight_events = [module.Event() for _ in range(PIECES_IN_FLIGHT)]
 
     def begin(self) -> None:
@@ -83,32 +84,37 @@ class HostUpdateStaging:
             current.wait_stream(self._to_host_stream)
             current.wait_stream(self._to_device_stream)
 
-    def start_gradient_copy(self, index: int, piece: Piece) -> None:
-        """Start to copy the gradient of piece ``index`` to the host.
+    def start_copy_to_host(self, index: int, piece: Piece, *, with_weights: bool) -> None:
+        """Start to copy the gradient of piece ``index`` to the host, and its weights if asked for.
 
-        The caller must have updated piece ``index - PIECES_IN_FLIGHT``: the copy overwrites its
-        gradient.
+        The caller must have updated piece ``index - PIECES_IN_FLIGHT`` and have started to copy its
+        weights to the device: the copies overwrite its buffers.
         """
         gradient = piece.gradient
         buffer = self._get_buffer(self._gradients, index, gradient)
         if self._is_cpu_model:
             buffer.copy_(gradient)
             return
+        slot, weights = index % PIECES_IN_FLIGHT, piece.weights
         with self._module.stream(self._to_host_stream):
             buffer.copy_(gradient, non_blocking=True)
-            self._gradient_events[index % PIECES_IN_FLIGHT].record()
+            if with_weights:
+                self._weight_events[slot].wait()
+                self._get_buffer(self._weights, index, weights).copy_(weights, non_blocking=True)
+            self._on_host_events[slot].record()
 
     def wait_for_gradient(self, index: int, piece: Piece) -> torch.Tensor:
-        """Wait for the copy of the gradient of piece ``index``, and return it."""
+        """Wait for the copies of piece ``index`` to the host, and return its gradient."""
         if not self._is_cpu_model:
-            self._gradient_events[index % PIECES_IN_FLIGHT].synchronize()
+            self._on_host_events[index % PIECES_IN_FLIGHT].synchronize()
         return self._get_buffer(self._gradients, index, piece.gradient)
 
     def acquire_weights(self, index: int, piece: Piece) -> torch.Tensor:
         """Return the host memory to which the new weights of piece ``index`` must be written.
 
-        It is a buffer with undefined values, once its last piece has been copied to the device. For
-        a model on the CPU it is the model's own memory.
+        It is a buffer, once its last piece has been copied to the device. It holds the present
+        weights if they have been copied to the host; otherwise its values are undefined. For a
+        model on the CPU it is the model's own memory.
         """
         if self._is_cpu_model:
             return piece.weights

@@ -196,8 +196,18 @@ the squares of a block differ by more than the values.
 """
 
 
+class WeightFormat(Format, Protocol):
+    """Format of master weights, whose first tensor is the model's weights."""
+
+    @property
+    def reads_model_weights(self) -> bool:
+        """True if the values depend on the model's weights, and not on a copy alone."""
+
+
 class InPlaceWeights(Plain):
     """Weights of the model that are updated themselves. The tensors are ``(weights,)``."""
+
+    reads_model_weights = True
 
     def allocate(self, size: int, device: torch.device) -> Tensors:
         return ()
@@ -211,6 +221,7 @@ class SeparateWeights(_Elementwise):
     """
 
     copy: Plain
+    reads_model_weights = False
 
     @property
     def is_rounded(self) -> bool:
@@ -237,6 +248,7 @@ class RemainderWeights(_Elementwise):
     """
 
     is_rounded = False
+    reads_model_weights = True
 
     def allocate(self, size: int, device: torch.device) -> Tensors:
         return (torch.zeros(size, dtype=torch.int16, device=device),)

@@ -73,6 +73,7 @@ def test_rank_that_did_not_call_is_found(ranks: Any, tmp_path: Path) -> None:
     ranks.leave([0, 1])
 
 
+@pytest.mark.compiler
 def test_recorder_can_be_switched_off() -> None:
     program = """
 import os, pickle, tempfile, torch, torch.distributed as dist

@@ -104,9 +104,9 @@ SCALE = 1 / 128
         (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16", 4, 6 + SCALE, 0),
         (f"{FP8_MOMENTS} --main-params-dtype bf16", 4, 2 + 2 * SCALE, 0),
         ("--optimizer-cpu-offload", 4, 0, 12),
-        (f"{FP8_MOMENTS} --optimizer-cpu-offload", 4, 0, 6 + 2 * SCALE),
+        (f"{FP8_MOMENTS} --optimizer-cpu-offload", 4, 0, 4 + 2 * SCALE),
         (f"{FP8_MOMENTS} --optimizer-cpu-offload --optimizer-offload-fraction 0.5", 4,
-         2 + SCALE, 3 + SCALE),
+         2 + SCALE, 2 + SCALE),
     ],
 )  # fmt: skip
 def test_states_take_the_bytes_of_their_formats(

@@ -233,7 +233,7 @@ def test_copies_of_other_ranks_get_fp32_states() -> None:
     weights = torch.linspace(1, 2, 300).bfloat16()
     formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
     adam = MasterWeightAdam([weights], formats=formats, offload_fraction=1.0)
-    assert adam.host_bytes == math.ceil(300 * (2 + 2 * (1 + 1 / BLOCK_WEIGHTS)))
+    assert adam.host_bytes == math.ceil(300 * 2 * (1 + 1 / BLOCK_WEIGHTS))
     adam.name_parameter(weights, "embedding", is_replicated=True)
     assert adam.host_bytes == 300 * 12
     adam.initialize_states()
@@ -241,12 +241,12 @@ def test_copies_of_other_ranks_get_fp32_states() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "device_fraction"),
-    [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)],
+    ("fraction", "is_updated_by_device"),
+    [(0.0, True), (1.0, False), (1.0, True)],
     ids=["device", "host", "host-on-device"],
 )
 def test_rounding_depends_on_the_position_of_a_weight_alone(
-    fraction: float, device_fraction: float, monkeypatch: pytest.MonkeyPatch
+    fraction: float, is_updated_by_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not on the parts in which weights are updated, nor on the memory that they are in."""
     formats = StateFormats("bf16", first_moment="fp8", second_moment="fp8")
@@ -265,8 +265,8 @@ def test_rounding_depends_on_the_position_of_a_weight_alone(
     monkeypatch.setattr("flagscale.train.optim.lean_update.HOST_PART", BLOCK_WEIGHTS)
     for module in ("offload_staging", "master_adam"):
         monkeypatch.setattr(f"flagscale.train.optim.{module}.WEIGHTS_PER_PIECE", 2 * BLOCK_WEIGHTS)
-    monkeypatch.setattr("flagscale.train.optim.master_adam._DEVICE_FRACTION", device_fraction)
-    update_as_on_a_device(monkeypatch)
+    if is_updated_by_device:
+        update_as_on_a_device(monkeypatch)
     get_update.cache_clear()
     assert torch.equal(train(fraction), expected)
 
@@ -291,6 +291,46 @@ def test_parts_are_updated_as_the_whole(size: int, monkeypatch: pytest.MonkeyPat
         results.append(weights)
     assert torch.equal(*results)
     assert torch.allclose(results[0], 0.99 - 0.1 * gradient.sign(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_offloaded_states_have_the_formats_of_those_on_the_device(
+    dtype: torch.dtype, moments: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same values, from the initial ones over steps and a checkpoint to later steps."""
+    formats = StateFormats(remainders=True, first_moment=moments, second_moment=moments)
+
+    def create_adam(fraction: float) -> tuple[torch.Tensor, MasterWeightAdam]:
+        weights = draw_values("first", 500).to(dtype)
+        options = {"lr": 1e-2, "weight_decay": 0.1}
+        return weights, MasterWeightAdam(
+            [weights], formats=formats, offload_fraction=fraction, **options
+        )
+
+    def take_steps(weights: Any, adam: MasterWeightAdam, seeds: range) -> None:
+        for seed in seeds:
+            weights.decoupled_grad = draw_values("first", 500, seed)
+            adam.step()
+
+    expected, adam_on_device = create_adam(0.0)
+    take_steps(expected, adam_on_device, range(1, 6))
+    update_as_on_a_device(monkeypatch)
+    weights, adam = create_adam(1.0)
+    take_steps(weights, adam, range(1, 3))
+    resumed_weights, resumed = create_adam(1.0)
+    resumed_weights.copy_(weights)
+    resumed.load_state_dict(adam.state_dict())
+    take_steps(resumed_weights, resumed, range(3, 6))
+    assert adam.host_bytes == 500 * formats.state_bytes(
+        "bf16" if dtype == torch.bfloat16 else "fp32"
+    )
+    assert torch.equal(resumed_weights, expected)
+    for name in ("master_param", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(
+            resumed.get_unscaled_state(resumed_weights, name),
+            adam_on_device.get_unscaled_state(expected, name),
+        )
 
 
 def test_fp32_parameters_are_not_rounded() -> None:

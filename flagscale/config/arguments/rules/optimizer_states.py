@@ -48,14 +48,9 @@ class StateFormats:
         """Bytes of a gradient."""
         return _BYTES[self.gradients]
 
-    @property
-    def host_bytes(self) -> float:
-        """Bytes per weight whose states are in host memory."""
-        return _BYTES[self.main_params] + self.moment_bytes
-
-    def device_bytes(self, model_format: str) -> float:
-        """Return the bytes per weight whose states are in the device's memory, in addition to the
-        model's own weight, whose format is ``model_format``.
+    def state_bytes(self, model_format: str) -> float:
+        """Return the bytes of the states per weight, in the device's memory or the host's, in
+        addition to the model's own weight, whose format is ``model_format``.
         """
         is_in_place = self.main_params == model_format
         main_params = 0 if is_in_place else 2 if self.remainders else _BYTES[self.main_params]
