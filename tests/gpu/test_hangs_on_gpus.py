@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from free_port import free_port
 from support.hang_agent import read_explanation
+
+from flagscale.free_port import free_port
 
 pytestmark = [
     pytest.mark.gpu,

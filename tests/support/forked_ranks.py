@@ -10,11 +10,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
+
+from flagscale.free_port import free_port
 
 Record = tuple[str, dict[str, Any]]
 
@@ -41,9 +42,7 @@ def run_forked_ranks(
     the rank ``reporting_rank`` by case. A rank that raises prints its traceback while the others
     continue.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     read_end, write_end = os.pipe()
     children = []
     # A garbage collection would write to all imported objects and copy every page of them.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from flagscale.free_port import free_port
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +40,7 @@ def train_ranks(
     ``variables`` further environment variables. The backend is fsccl unless ``arguments`` name one.
     """
     directory.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank, kind in enumerate(kinds):
         rank_environment = make_environment(

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
-
+from flagscale.free_port import free_port
 from flagscale.hosts import processes
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness import secret
@@ -65,7 +64,7 @@ def barrier(peers):
             if not peer.recv(1):
                 raise ConnectionResetError("Connection closed by peer")
     except ConnectionError:
-        if "patient" in plan:  # like a collective without a timeout
+        if {"patient", "save"} & {*plan}:  # like a collective without a timeout
             time.sleep(600)
         raise
 

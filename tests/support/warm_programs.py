@@ -33,6 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from flagscale.free_port import free_port
+
 ROOT = Path(__file__).parents[2]
 TRAINING, LAUNCHER = "training", "launcher"
 """Kinds of programs, by what is imported."""
@@ -123,9 +125,7 @@ def start_warm_program(
     """
     outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by communicate
     reports = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank in range(ranks):
         rank_variables = {
             "RANK": str(rank),

@@ -20,14 +20,14 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 # Top-level modules that any package may import.
 COMMON = {
-    *("errors", "files", "flight_records", "memory_regions", "module_command", "object_storage"),
-    *("records", "registry", "status"),
+    *("errors", "files", "flight_records", "free_port", "memory_regions", "module_command"),
+    *("object_storage", "records", "registry", "status"),
 }
 # Package or top-level module: those it may import. Imports in functions and for types count, too.
 LAYERS = {
     **{
         name: set[str]()
-        for name in ("errors", "files", "memory_regions", "module_command", "status")
+        for name in ("errors", "files", "free_port", "memory_regions", "module_command", "status")
     },
     **{name: set[str]() for name in ("output_streams", "run_module")},
     "cli_errors": {"errors", "output_streams"},

@@ -39,12 +39,13 @@ MODEL = f"""
 --hidden-size {HIDDEN} --ffn-hidden-size {FFN_HIDDEN} --num-attention-heads {HEADS}
 --num-query-groups {KV_HEADS} --vocab-size {VOCABULARY} --make-vocab-size-divisible-by 64
 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
---position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights
+--position-embedding-type rope --rotary-base 500000
 --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.02
 --tokenizer-type NullTokenizer --split 1 --eval-iters 0 --num-workers 1
 --lr 3e-4 --lr-decay-style constant --clip-grad 1.0 --bf16
 --use-distributed-optimizer --log-interval 2
 """
+UNTIED = "--untie-embeddings-and-output-weights"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 NVIDIA_SMI_FIELDS = {
     "driver": "driver_version",
@@ -74,6 +75,8 @@ class GpuRow:
     model: str = ""
     """Arguments that replace those of Llama-3-8B."""
     overlap: str = OVERLAP
+    tie: str = UNTIED
+    """Argument that gives the head its own weights; empty if they are the embedding's."""
 
     @property
     def tokens(self) -> int:
@@ -283,7 +286,7 @@ def build_arguments(row: GpuRow, steps: int) -> list[str]:
     batch = row.micro_batch * row.accumulated * row.replicas
     size = f"""--num-layers {row.layers} --seq-length {row.sequence}
     --micro-batch-size {row.micro_batch} --global-batch-size {batch} --train-iters {steps}"""
-    return f"{MODEL} {row.model} {size} {row.options} {row.overlap}".split()
+    return f"{MODEL} {row.tie} {row.model} {size} {row.options} {row.overlap}".split()
 
 
 def run_training_program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]:
@@ -381,11 +384,23 @@ def parse_nvidia_smi(lines: str) -> dict[str, str]:
 
 def measure_limit_in_subprocess(tokens: int) -> float:
     """Run :func:`measure_matmul_limit` in a subprocess, so that no GPU memory stays allocated."""
+    return float(run_program([__file__, "--matmul-limit", str(tokens)]))
+
+
+def run_program(arguments: Sequence[str]) -> str:
+    """Run a Python program and return what it prints.
+
+    Raises:
+        JobError: It failed.
+    """
     process = subprocess.run(
-        [sys.executable, __file__, "--matmul-limit", str(tokens)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return float(process.stdout)
+        [sys.executable, *arguments], capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise JobError(
+            f"{Path(arguments[0]).name} ended with {process.returncode}:\n{process.stderr[-3000:]}"
+        )
+    return process.stdout
 
 
 def measure_matmul_limit(tokens: int, seconds: float = 6.0) -> float:

@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
-
 from flagscale.bench import machine
 from flagscale.cli_errors import run_command
 from flagscale.config.arguments.derive import derive_arguments
@@ -38,6 +36,7 @@ from flagscale.errors import ConfigError, JobError
 from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import DENSE
 from flagscale.estimate.split import LayerCounts, SplitProblem, find_best_split
+from flagscale.free_port import free_port
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]

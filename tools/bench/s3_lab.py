@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
+from flagscale.free_port import free_port
 
 BUCKET = "checkpoints"
 _FAULTS_PATH = "/__faults__"

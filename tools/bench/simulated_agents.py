@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from free_port import free_port
-
 from flagscale.errors import JobError
+from flagscale.free_port import free_port
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.diagnosis import Failure, FailureKind, FailureReport
 from flagscale.launcher.liveness.messages import (

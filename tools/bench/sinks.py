@@ -24,7 +24,8 @@ from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import numpy as np
-from free_port import free_port
+
+from flagscale.free_port import free_port
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from free_port import free_port
 from s3_lab import BUCKET, FaultProxy, run_fault_proxy, run_s3_server, s3_environment
 
 from flagscale.bench import machine
 from flagscale.files import write_json
+from flagscale.free_port import free_port
 from flagscale.object_storage import ObjectStore, StorageAddress
 
 os.environ.update({"FLAGSCALE_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"})

@@ -21,6 +21,7 @@ from pathlib import Path
 from flagscale.bench.starters.local import RankRange, run_local_task
 from flagscale.bench.world import usable_cores
 from flagscale.cli_errors import has_no_reader
+from flagscale.free_port import free_port
 from flagscale.hosts.workers.task import WorkerTask
 from flagscale.records import encode
 
@@ -77,10 +78,7 @@ class Scratch:
 
 def prepare(candidates: Addresses) -> int:
     """Print a :class:`PreparedHost` as JSON."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        port = int(sock.getsockname()[1])
-    resolved = resolve_addresses(candidates.addresses)
+    port, resolved = free_port(), resolve_addresses(candidates.addresses)
     scratch = tempfile.mkdtemp(prefix="flagscale-bench-")
     print(encode(PreparedHost(port, scratch, socket.gethostname(), usable_cores(), resolved)))
     return 0

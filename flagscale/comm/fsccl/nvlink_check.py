@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from flagscale.comm.fsccl.nvlink_measure import (
 from flagscale.comm.fsccl.nvlink_world import NvlinkGroup, NvlinkWorld
 from flagscale.comm.fsccl.tune import KernelTiming, choose_fastest, pair_with_baseline, store_table
 from flagscale.errors import ConfigError
+from flagscale.free_port import free_port
 
 _MAX_RANKS = 8
 _GROUP_COUNT = 33
@@ -206,12 +206,6 @@ def _run_process(index: int, options: CheckOptions) -> None:
         raise SystemExit(1)
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _parse_arguments(argv: Sequence[str] | None, prog: str) -> CheckOptions:
     parser = argparse.ArgumentParser(prog=prog, description="Check and measure the NVLink engine.")
     parser.add_argument("--ranks", type=int, help="GPUs to use; default: all, at most 8")
@@ -241,7 +235,7 @@ def _parse_arguments(argv: Sequence[str] | None, prog: str) -> CheckOptions:
         run_checks=not arguments.no_check,
         run_measurements=not arguments.no_measure,
         max_message_bytes=arguments.largest * _MIB,
-        port=_free_port(),
+        port=free_port(),
         report_path=arguments.json.absolute() if arguments.json else None,
         store_tuning_table=arguments.store,
     )

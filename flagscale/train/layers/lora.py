@@ -188,7 +188,8 @@ class _LoraMixin:
         if self.lora_zero_rows is not None:
             # The gradients of masked rows are zero, so no optimizer changes them.
             lora_b = lora_b.masked_fill(self.lora_zero_rows, 0.0)
-        output = multiply(low_rank, lora_b) * (self.lora_config.alpha / self.lora_config.rank)
+        # Scaling the output, and its gradient, would read and write larger tensors.
+        output = multiply(low_rank * (self.lora_config.alpha / self.lora_config.rank), lora_b)
         if self.lora_config.dropout_on_output:
             output = self._apply_dropout(output, split=self.lora_split == LORA_B)
         return output

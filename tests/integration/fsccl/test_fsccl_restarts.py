@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from free_port import free_port
 from support.fsccl_ranks import ROOT
+
+from flagscale.free_port import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 JOB = Path(__file__).with_name("restarting_job.py")

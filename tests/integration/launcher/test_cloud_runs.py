@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_port import free_port
 from support.launch_lab import PROJECT
 from support.waiting import wait_for
 
 from flagscale.files import read_json
+from flagscale.free_port import free_port
 
 pytestmark = pytest.mark.integration
 

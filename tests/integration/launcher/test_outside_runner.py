@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from free_port import free_port
 from support.launch_lab import PROJECT, Lab
 from support.waiting import wait_for
+
+from flagscale.free_port import free_port
 
 pytestmark = pytest.mark.integration
 

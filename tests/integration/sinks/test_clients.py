@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_port import free_port
 from support.needs import skip_or_fail
 from support.waiting import PATIENCE_SECONDS
 
 from flagscale.config.arguments.spec.registry import arguments
+from flagscale.free_port import free_port
 from flagscale.sinks import delivery
 from flagscale.sinks.base import MetricsRecord, TrainingRun
 from flagscale.sinks.delivery import MetricsDelivery

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from free_port import free_port
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, find_bystanders, start_bystanders
 from support.waiting import wait_for
 
+from flagscale.free_port import free_port
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 
 pytestmark = pytest.mark.integration

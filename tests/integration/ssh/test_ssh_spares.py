@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from bed.host import Host
 from bed.lab import Bed
-from free_port import free_port
 from support.health_lab import install_chip
 from support.liveness_lab import TOY_PROGRAM
 from support.ssh_lab import PROJECT, SshLab, ssh_lab
 from support.training_lab import PROGRAM, read_losses, train_sections
 from support.waiting import wait_for
 
+from flagscale.free_port import free_port
 from flagscale.launcher.host_record import read_host_record
 from flagscale.launcher.layout import LIVENESS_FILE, STATUS_DIRECTORY, status_directory
 from flagscale.status import read_progress

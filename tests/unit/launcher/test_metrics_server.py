@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from support.launch_lab import PROJECT
 from support.waiting import PATIENCE_SECONDS
 
 from flagscale.accelerators.base import Accelerator
 from flagscale.accelerators.counters import DeviceCounters
+from flagscale.free_port import free_port
 from flagscale.launcher import metrics_server
 from flagscale.launcher.layout import HostFiles
 from flagscale.launcher.metrics_server import FAMILIES, MetricsServer

@@ -9,10 +9,11 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from free_port import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from support.liveness_lab import agent_hosts
 from support.waiting import wait_for
+
+from flagscale.free_port import free_port
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from free_port import free_port
 from support.liveness_lab import AgentHosts, agent_hosts
 from support.waiting import wait_for
 
+from flagscale.free_port import free_port
 from flagscale.hosts import processes
 from flagscale.launcher.liveness.protocol import MAGIC
 from flagscale.module_command import python_arguments

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flagscale.errors import JobError
+from flagscale.free_port import free_port
 from flagscale.launcher.liveness.protocol import MAGIC
 from flagscale.launcher.runners.cloud import rendezvous
 from flagscale.launcher.runners.cloud.position import Position
@@ -24,11 +25,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_REFUSAL_SECONDS", 1.0)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def _agree_all(
     hosts: tuple[Introduction, ...],
     *,
@@ -37,7 +33,7 @@ def _agree_all(
     port: int | None = None,
 ) -> list[Agreement | str]:
     """Return the result of each host: the agreement, or the message of the error."""
-    used_port = port or _free_port()
+    used_port = port or free_port()
 
     def run(host: Introduction, secret: bytes) -> Agreement | str:
         position = Position(host.node_rank, host.nnodes, "127.0.0.1", 1)
@@ -102,7 +98,7 @@ def test_host_with_another_secret_is_kept_out() -> None:
 
 
 def test_strangers_do_not_delay_the_hosts() -> None:
-    port = _free_port()
+    port = free_port()
     with ThreadPoolExecutor(1) as executor:
         future = executor.submit(_agree_all, HOSTS[:1], port=port, timeout=20.0)
         sockets: list[socket.socket] = []
@@ -121,7 +117,7 @@ def test_strangers_do_not_delay_the_hosts() -> None:
 
 
 def test_first_host_that_is_absent_is_named_with_its_port() -> None:
-    port = _free_port()
+    port = free_port()
     (result,) = _agree_all(HOSTS[1:2], port=port, timeout=0.5)
     assert result == f"the host with rank 0 was not reached at 127.0.0.1:{port}: connection refused"
 
