@@ -73,7 +73,9 @@ def _resolve_overrides(gpus: int, layers: int, layout: str, overrides: list[str]
     for name, value in (word.split("=") for word in overrides):
         words += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
     size = f"--num-layers {layers} --seq-length 4096 --train-iters 1 --mock-data"
-    size = f"{gpu.MODEL} {size} {_LAYOUTS[layout]} {gpu.OVERLAP} --transformer-impl local"
+    size = (
+        f"{gpu.MODEL} {gpu.UNTIED} {size} {_LAYOUTS[layout]} {gpu.OVERLAP} --transformer-impl local"
+    )
     return derive_arguments(parse_arguments([*size.split(), *words]), gpus)
 
 

@@ -175,14 +175,45 @@ def _long_sequence_table() -> str:
 
 
 def _offload_table() -> str:
-    rows = _read_rows("gpu-1xh200-offload") | _read_rows("gpu-1xh100-offload")
-    titles = {
-        "kept-256k": "8 layers, state in the GPU's memory (H200)",
-        "offload-256k": "8 layers, state in the host's memory (H200)",
-        "8b-offload": "32 layers, state in the host's memory, 19 layers recomputed (H100, earlier)",
+    groups = {
+        "gpu-1xh200-offload": {
+            "kept-256k": "8 layers, states on the GPU",
+            "offload-256k": "8 layers, states on the host",
+        },
+        "gpu-1xh200-offload-lean": {
+            "kept-256k": "8 layers, states on the GPU, another H200",
+            "offload-remainders-256k": "8 layers, `use_precision_aware_optimizer: true`",
+            "offload-bf16-moments-256k": "8 layers, moments in bf16 as well",
+        },
+        "gpu-1xh100-offload": {
+            "8b-offload": "32 layers, states on the host, 19 layers recomputed (H100, earlier)"
+        },
     }
-    table_rows = [(title, *_step_cells(rows[name])) for name, title in titles.items()]
-    return _format_table(("Optimizer", "s a step", "tokens/s", "MFU", "GiB"), table_rows)
+    table_rows = []
+    for name, titles in groups.items():
+        rows = _read_rows(name)
+        kept = rows.get("kept-256k", {}).get("step_seconds")
+        table_rows += [
+            (
+                title,
+                *_step_cells(rows[row]),
+                f"{kept / rows[row]['step_seconds'] * 100:.1f} %" if kept else "",
+            )
+            for row, title in titles.items()
+        ]
+    return _format_table(("", "s a step", "tokens/s", "MFU", "GiB", "of the speed"), table_rows)
+
+
+def _transformers_table() -> str:
+    titles = {"full": "all weights", "lora": "LoRA, rank 16, all linear layers"}
+    table_rows = []
+    for row in _read_results("transformers-1xh200")["rows"]:
+        cells = [
+            f"{run['tokens_per_second_per_gpu']:,} ({run['memory_gib']:.1f} GiB)"
+            for (run,) in (row["flagscale"], row["transformers"])
+        ]
+        table_rows.append((titles[row["name"]], *cells, f"{row['ratio']:.2f}"))
+    return _format_table(("", "flagscale", "transformers", "ratio"), table_rows)
 
 
 def _sharding_table() -> str:
@@ -439,6 +470,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "long": _long_sequence_table,
     "context": _context_parallel_table,
     "offload": _offload_table,
+    "transformers": _transformers_table,
     "sharding": _sharding_table,
     "states": _optimizer_states_table,
     "optimizers": _optimizers_table,

@@ -467,9 +467,10 @@ class OptimizerOffload:
 
     optimizer_cpu_offload: bool = arg(
         False,
-        "Keep fp32 weights and both moments of Adam in the host's memory, 12 bytes a weight, and "
-        "update them on the host's cores. Requires use_distributed_optimizer. The shorter a step, "
-        "the larger the part of it that the update takes",
+        "Keep fp32 weights and both moments of Adam in the host's memory, 12 bytes a weight, or "
+        "fewer with use_precision_aware_optimizer, which makes the update faster. Requires "
+        "use_distributed_optimizer. The shorter a step, the larger the part of it that the update "
+        "takes",
     )
     optimizer_offload_fraction: float = arg(
         1.0, "Fraction of the weights whose state is in host memory", minimum=0.0, maximum=1.0
