@@ -10,7 +10,9 @@ host has 80 % of the others' share.
   any. Its windows of 2 s are as much time of a core here as those of the quick check, 0.3 s, are on
   a host with a core of its own.
 - ``run``: the hosts train a tiny Llama-3 with one rank each. One host after another is slow until
-  the run names it, then no host is slow for as long as the same number of detections takes.
+  the run names it, then no host is slow for as long as the same number of detections takes. Only
+  ranks have shares of the cores. The agent of the first host does more work than the others, which
+  is little on a host with many cores and much here.
 
 The output is written after each round. The exit code is 4 if a slow host was not named, or a
 healthy one was. Needs root.
@@ -71,6 +73,15 @@ class CpuShares:
             for group in [*directory.glob("*/"), directory]:
                 _remove_group(group)
 
+    def exempt_launchers(self, bed: Any) -> None:
+        """Take all processes but those of ranks out of their hosts' limits."""
+        group = self._directory / "launchers"
+        group.mkdir()
+        for host in bed.hosts:
+            for process in host.processes():
+                if not _is_rank(process.pid):
+                    (group / "cgroup.procs").write_text(str(process.pid))
+
     def limit(self, host: str, fraction: float = 1.0) -> None:
         """Limit a host to a fraction of the share that healthy hosts have."""
         group = self._directory / host
@@ -81,6 +92,11 @@ class CpuShares:
     def lift(self, host: str) -> None:
         """Remove the limit of a host."""
         (self._directory / host / "cpu.cfs_quota_us").write_text("-1")
+
+
+def _is_rank(pid: int) -> bool:
+    """Return whether a process is a rank, or a child of one."""
+    return b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def _remove_group(group: Path) -> None:
@@ -161,6 +177,7 @@ def count_in_run(
         result = lab.run_action("run", timeout=300)
         if result.returncode:
             raise SystemExit(f"the run did not start\n{result.stderr}")
+        shares.exempt_launchers(bed)
         for name in bed.names:
             shares.limit(name)
         time.sleep(_SETTLE_SECONDS)
