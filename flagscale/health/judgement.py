@@ -236,9 +236,8 @@ def _collect_samples(
             if number in best_exchange:
                 rates.append((EXCHANGE, EXCHANGE_UNIT, best_exchange[number]))
             for name, unit, value in rates:
-                if value > 0:
-                    key = (name, describe_product(device), unit)
-                    samples.setdefault(key, []).append(_Sample(host, device, value))
+                key = (name, describe_product(device), unit)
+                samples.setdefault(key, []).append(_Sample(host, device, value))
     return {
         key: _slowest_by_host(members) if _is_shared(key[0], members[0]) else members
         for key, members in samples.items()
@@ -318,12 +317,13 @@ def _judge_readings(measurements: Measurements) -> Iterator[Finding]:
                 equal.setdefault(describe_product(device), []).append(entry)
     for entries in equal.values():
         for host, label, reading in entries:
-            for severity, texts in (
-                (Severity.SICK, reading.faults),
-                (Severity.WARNING, reading.warnings),
+            for kind, severity, texts in (
+                ("fault", Severity.SICK, reading.faults),
+                ("warning", Severity.WARNING, reading.warnings),
             ):
                 for name, text in texts.items():
-                    yield Finding(host, DEVICE_STATE, label, name, severity, f"{label}: {text}")
+                    aspect = f"{kind}: {name}"
+                    yield Finding(host, DEVICE_STATE, label, aspect, severity, f"{label}: {text}")
             if reading.other_processes:
                 text = f"{label}: in use by {', '.join(reading.other_processes)}; not compared"
                 yield Finding(host, DEVICE_STATE, label, "in use", Severity.WARNING, text)
@@ -346,7 +346,8 @@ def _compare_readings(
             for host, label, value in values:
                 if usual is not None and value < usual:
                     text = f"{label}: {name} is {value:g}, that of most equal ones {usual:g}"
-                    yield Finding(host, DEVICE_STATE, label, name, severity, text)
+                    aspect = f"{attribute}: {name}"
+                    yield Finding(host, DEVICE_STATE, label, aspect, severity, text)
 
 
 def _judge_broken_pairs(measurements: Measurements) -> Iterator[Finding]:

@@ -248,7 +248,7 @@ class RankStacks(HostMessage):
     """Reply to the :class:`DumpStacks` with this ``request``."""
 
     ranks: tuple[RankProgress, ...]
-    request: int = 0
+    request: int
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class DumpStacks(Order):
     """
 
     attempt: int
-    request: int = 0
+    request: int
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ FROM_HOST = (
     RankStacks(
         *HEAD,
         (RankProgress(**RANK_FIELDS),) * 2,
+        1,
     ),
     RankStacks(*HEAD, (), 3),
     LastRecords(*HEAD, (RankProgress(**RANK_FIELDS, place="`f` at x.py:1", record=RECORD),)),
@@ -125,7 +126,6 @@ ORDERS = (
     StartAttempt(2, (0, 3, 2)),
     EndAttempt(0, FAILURE),
     PauseAttempt(1),
-    DumpStacks(1),
     DumpStacks(1, 3),
     MeasureHealth(1, None),
     MeasureHealth(2, HealthCommand(0.3)),
