@@ -759,6 +759,9 @@ FAMILY_CASES = (
         "gemma-masked",
     ),
     LayoutCase("gemma-masked-cp2", 2, GEMMA_MASKED_DOCUMENTS, CP2, "gemma-masked"),
+    LayoutCase("gemma-masked-cp2-gather", 2, GEMMA_MASKED_DOCUMENTS, CP2_GATHER, "gemma-masked"),
+    LayoutCase("gemma-cp4-gather", 4, GEMMA, CP4_RING, "gemma", backend=FAST_BACKEND),
+    LayoutCase("gemma-compiled-cp2-gather", 2, GEMMA, f"{COMPILED} {CP2_GATHER}", "gemma"),
     LayoutCase("mla-masked-cp2", 2, MLA_MASKED_DOCUMENTS, CP2, "mla-masked"),
     LayoutCase("mla-tp2", 2, MLA, TP2, "mla", backend=FAST_BACKEND),
     LayoutCase(

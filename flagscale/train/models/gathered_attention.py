@@ -15,6 +15,7 @@ values, and gathers those of the others again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ from flagscale.train.models.partial_attention import (
     split_heads,
 )
 from flagscale.train.models.ring_attention import RingAttention
+
+AttendChunk = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Causal attention of chunk 0 or 1 of a rank: of its queries [b, heads, s/(2 cp), d] to the keys
+and values from the start of the sequence to the end of the chunk, [b, query groups, keys, d].
+"""
 
 
 def attend_gathered(
@@ -66,19 +72,66 @@ def attend_gathered(
     Returns:
         [b, heads, s/cp, head dimension of values].
     """
-    cp_size = group.size()
+    if not causal:
+        queries = query.permute(1, 2, 0, 3)
+        keys, values = _gather_sequence(key, value, group)
+        output = functional.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, scale=scale, enable_gqa=True
+        )
+        return output[..., : value.shape[-1]]
+
+    def attend_chunk(
+        number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        if documents is None:
+            return attend_causal_to_end(q, k, v, scale=scale, dropout=dropout)
+        if documents.dim() == 3:
+            return attend_to_earlier_keys(q, k, v, documents[number], scale=scale, dropout=dropout)
+        end = k.shape[2]
+        mask = visible_mask(documents[:, end - q.shape[2] : end], documents[:, :end])
+        return attend_masked(q, k, v, mask, scale=scale, dropout=dropout)
+
+    return attend_chunks(query, key, value, group, attend_chunk)
+
+
+def attend_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    attend_chunk: AttendChunk,
+) -> torch.Tensor:
+    """Compute causal attention of a rank's two chunks to the whole sequence, whose keys and values
+    are gathered.
+
+    Args:
+        query: [s/cp, b, heads, d].
+        key: [s/cp, b, query groups, d].
+        value: as ``key``, with a head dimension of at most d.
+        group: context-parallel group.
+        attend_chunk: computes the attention of one chunk.
+
+    Returns:
+        [b, heads, s/cp, head dimension of values].
+    """
+    cp_size, rank = group.size(), group.rank()
+    keys, values = _gather_sequence(key, value, group)
+    length = len(query) // 2
+    ends = ((rank + 1) * length, (2 * cp_size - rank) * length)
+    chunks = query.permute(1, 2, 0, 3).chunk(2, 2)
+    outputs = [
+        attend_chunk(number, queries, keys[:, :, :end], values[:, :, :end])
+        for number, (queries, end) in enumerate(zip(chunks, ends, strict=True))
+    ]
+    return torch.cat(outputs, 2)[..., : value.shape[-1]]
+
+
+def _gather_sequence(
+    key: torch.Tensor, value: torch.Tensor, group: torch.distributed.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of the whole sequence, [b, query groups, s, d]."""
     gathered = collectives.all_gather(_join(key, value), group)
-    output = _attend_to_whole_sequence(
-        query,
-        restore_sequence_order(gathered, cp_size),
-        group.rank(),
-        cp_size,
-        causal=causal,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
-        dropout=dropout,
-        documents=documents,
-    )
-    return output[..., : value.shape[-1]]
+    return split_heads(restore_sequence_order(gathered, group.size()))
 
 
 def attend_causal(
@@ -204,50 +257,3 @@ def _split_gathered(
     """
     chunks = gathered.view(cp_size, 2, -1, *gathered.shape[1:])
     return chunks[:rank, 0].flatten(0, 1), gathered[(rank + 1) * (len(gathered) // cp_size) :]
-
-
-def _attend_to_whole_sequence(
-    query: torch.Tensor,
-    key_value: torch.Tensor,
-    rank: int,
-    cp_size: int,
-    *,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    documents: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute attention with dropout, with documents, or in both directions.
-
-    ``key_value`` is that of the whole sequence, [s, b, 2 · query groups, d].
-    """
-    queries, (keys, values) = query.permute(1, 2, 0, 3), split_heads(key_value)
-    if not causal:
-        return functional.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, scale=scale, enable_gqa=True
-        )
-    chunk_length = len(query) // 2
-    outputs = []
-    for number, chunk_queries in enumerate(queries.chunk(2, 2)):
-        end = (2 * cp_size - rank if number else rank + 1) * chunk_length
-        visible_keys, visible_values = keys[:, :, :end], values[:, :, :end]
-        if documents is None:
-            output = attend_causal_to_end(
-                chunk_queries, visible_keys, visible_values, scale=scale, dropout=dropout
-            )
-        elif documents.dim() == 3:
-            output = attend_to_earlier_keys(
-                chunk_queries,
-                visible_keys,
-                visible_values,
-                documents[number],
-                scale=scale,
-                dropout=dropout,
-            )
-        else:
-            mask = visible_mask(documents[:, end - chunk_length : end], documents[:, :end])
-            output = attend_masked(
-                chunk_queries, visible_keys, visible_values, mask, scale=scale, dropout=dropout
-            )
-        outputs.append(output)
-    return torch.cat(outputs, 2)

@@ -4,18 +4,36 @@ With a sliding window (Beltagy et al., "Longformer", 2020) a token attends to it
 previous tokens. ``window_attn_skip_freq`` selects the layers with a window; the others use full
 causal attention. Scores are soft-capped to ``c tanh(s / c)`` (``attn_logit_softcapping``). torch
 has no kernel for that, so scores, softmax and output are computed separately.
+
+In long sequences, attention within a window is computed in blocks of queries, each with its own
+keys and those of the block before it. Time and memory are then proportional to the window, not to
+the sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
+from torch.nn import functional
 
 from flagscale.errors import ConfigError
 from flagscale.train.models.attention import SDPAttention
-from flagscale.train.models.document_mask import attend_masked
+from flagscale.train.models.document_mask import attend_masked, visible_mask
+from flagscale.train.models.gathered_attention import attend_chunks
+
+_BLOCK_MULTIPLE = 128
+"""Multiple of the number of queries in a block, which kernels process whole."""
+_MIN_BLOCKS = 4
+"""Blocks from which on they are faster. A block computes twice as many scores as it has queries in
+each row, and its keys are copied.
+"""
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of queries to keys and values with a mask that is True for visible keys."""
 
 
 def uses_standard_attention(config: Any) -> bool:
@@ -39,6 +57,8 @@ class SlidingWindowAttention(SDPAttention):
         )
         self.window: int | None = config.window_size[0] if has_window else None
         self.cap: float | None = config.attn_logit_softcapping
+        # A ring has no masks.
+        self._has_ring = False
 
     def attend(
         self,
@@ -53,29 +73,166 @@ class SlidingWindowAttention(SDPAttention):
         """
         if self.window is None and self.cap is None:
             return super().attend(query, key, value, attention_mask)
-        sequence, batch = query.shape[:2]
-        mask = window_mask(sequence, self.window, query.device)
-        if attention_mask is not None:
-            mask = mask & attention_mask
         dropout = self.dropout if self.training else 0.0
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with self._dropout_rng(dropout):
-            if self.cap is None:
-                output = attend_masked(q, k, v, mask, scale=self.scale, dropout=dropout)
-            else:
-                output = attend_softcapped(
-                    q, k, v, mask, self.cap, scale=self.scale, dropout=dropout
-                )
-        return output.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+            output = self._attend_visible(q, k, v, attention_mask, dropout)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_to_sequence(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Compute attention to the whole sequence; see the base class.
+
+        With gathered keys, ``attention_mask`` is None or the document numbers of the whole
+        sequences, [b, s].
+        """
+        group, window, documents = self._sequence_group, self.window, attention_mask
+        if group is None or (window is None and self.cap is None):
+            return super()._attend_to_sequence(query, key, value, attention_mask)
+        dropout = self.dropout if self.training else 0.0
+
+        def attend_chunk(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            queries, end = q.shape[2], k.shape[2]
+            begin = 0 if window is None else max(end - queries - window, 0)
+            if begin:
+                # A view would keep all gathered keys in memory until the backward pass.
+                k, v = (x[:, :, begin:].contiguous() for x in (k, v))
+            visible = None
+            if documents is not None:
+                visible = visible_mask(documents[:, end - queries : end], documents[:, begin:end])
+            return self._attend_visible(q, k, v, visible, dropout)
+
+        with self._dropout_rng(dropout):
+            output = attend_chunks(query, key, value, group, attend_chunk)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_visible(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Compute attention in which the last query aligns with the last key.
+
+        Args:
+            query: [b, heads, queries, d].
+            key: [b, query groups, keys, d].
+            value: as ``key``.
+            visible: document mask [b, 1, queries, keys], or None.
+            dropout: dropout probability of the attention weights.
+
+        Returns:
+            [b, heads, queries, d].
+        """
+        attend = partial(attend_masked, scale=self.scale, dropout=dropout)
+        if self.cap is not None:
+            attend = partial(attend_softcapped, cap=self.cap, scale=self.scale, dropout=dropout)
+        if self.window is not None:
+            return attend_in_window(query, key, value, self.window, attend, visible)
+        mask = window_mask(query.shape[2], key.shape[2], None, query.device)
+        return attend(query, key, value, _intersect(mask, visible))
 
 
-def window_mask(sequence: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Return the causal mask [s, s]: each token attends to itself and ``window`` previous tokens.
+def window_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return the causal mask [queries, keys], in which the last query aligns with the last key.
 
-    None means all previous tokens.
+    Each query attends to the key at its position and to ``window`` previous ones; None means all.
     """
-    causal_mask = torch.ones(sequence, sequence, dtype=torch.bool, device=device).tril()
-    return causal_mask if window is None else causal_mask.triu(-window)
+    diagonal = keys - queries
+    causal_mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
+    return causal_mask if window is None else causal_mask.triu(diagonal - window)
+
+
+def _intersect(mask: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+    return mask if visible is None else mask & visible
+
+
+def attend_in_window(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    attend: Attend,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute causal attention within a window, in which the last query aligns with the last key.
+
+    Args:
+        query: [b, heads, queries, d].
+        key: [b, query groups, keys, d], with at least as many keys as queries.
+        value: as ``key``.
+        window: number of previous keys that a query attends to.
+        attend: attention with a mask.
+        visible: document mask [b, 1, queries, keys], or None.
+
+    Returns:
+        [b, heads, queries, d].
+    """
+    batch, _, queries, _ = query.shape
+    earlier_keys = min(key.shape[2] - queries, window)
+    key, value = (x[:, :, x.shape[2] - queries - earlier_keys :] for x in (key, value))
+    if visible is not None:
+        visible = visible[..., visible.shape[3] - queries - earlier_keys :]
+    block = -(-max(window, 1) // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE
+    if queries < _MIN_BLOCKS * block:
+        mask = window_mask(queries, key.shape[2], window, query.device)
+        return attend(query, key, value, _intersect(mask, visible))
+    blocks = -(-queries // block)
+    padding = blocks * block - queries
+
+    def cut(tensor: torch.Tensor, missing_keys: int) -> torch.Tensor:
+        """Return blocks [b, heads, blocks, block, d] of a tensor that is padded at both ends."""
+        padded = functional.pad(tensor, (0, 0, missing_keys, padding))
+        return padded.view(*padded.shape[:2], -1, block, padded.shape[3])
+
+    query_blocks = cut(query, 0)
+    key_blocks, value_blocks = (cut(x, block - earlier_keys) for x in (key, value))
+    # The keys before the first block may be fewer than a block, so that it has a mask of its own.
+    first_keys, first_values = (x[:, :, : block + earlier_keys] for x in (key, value))
+    first_mask = window_mask(block, block + earlier_keys, window, query.device)
+    mask = window_mask(block, 2 * block, window, query.device)
+    if visible is not None:
+        first_mask = first_mask & visible[:, :, :block, : block + earlier_keys]
+        mask = mask & _cut_mask(visible, block, blocks)
+    first_output = attend(query_blocks[:, :, 0], first_keys, first_values, first_mask)
+
+    def as_batch(tensor: torch.Tensor) -> torch.Tensor:
+        """Return [b, heads, blocks, n, d] as [b · blocks, heads, n, d]."""
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    keys, values = (
+        as_batch(torch.cat((x[:, :, 1:-1], x[:, :, 2:]), 3)) for x in (key_blocks, value_blocks)
+    )
+    outputs = attend(as_batch(query_blocks[:, :, 1:]), keys, values, mask)
+    outputs = outputs.view(batch, blocks - 1, *outputs.shape[1:]).transpose(1, 2).flatten(2, 3)
+    return torch.cat((first_output, outputs), 2)[:, :, :queries]
+
+
+def _cut_mask(visible: torch.Tensor, block: int, blocks: int) -> torch.Tensor:
+    """Return the document masks of all blocks but the first, which have the keys of the block
+    before as well: [b · (blocks - 1), 1, block, 2 · block].
+
+    Args:
+        visible: [b, 1, queries, keys], with at most one block of keys before the queries.
+        block: number of queries in a block.
+        blocks: number of blocks.
+    """
+    queries, keys = visible.shape[2:]
+    padding = blocks * block - queries
+    # Queries without a key would have no result, and its gradients would be no numbers.
+    padded = functional.pad(visible, (block - (keys - queries), padding, 0, padding), value=1)
+    parts = [
+        padded[:, :, begin : begin + block, begin : begin + 2 * block]
+        for begin in range(block, blocks * block, block)
+    ]
+    return torch.stack(parts, 1).flatten(0, 1)
 
 
 def attend_softcapped(

@@ -208,6 +208,11 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
         {"cp_comm_type": "p2p", "context_parallel_size": 2, "attention_dropout": 0.1},
         "'all_gather' is used instead of 'p2p': attention has dropout",
     ),
+    "ring-with-windows": (
+        {"cp_comm_type": "p2p", "context_parallel_size": 2, "window_size": [4, 0]}
+        | {"attention_dropout": 0.0},
+        "'all_gather' is used instead of 'p2p': layers have sliding windows",
+    ),
     "sp-meshes": (
         {
             "sequence_parallel": True,

@@ -30,11 +30,6 @@ PROBLEMS: Problems = {
                 "window_attn_skip_freq",
                 "attention) or a list, found 0",
             ),
-            "cp": (
-                {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
-                "window_size",
-                "context_parallel_size 2: cp_comm_type: all_gather does not support it; use a2a",
-            ),
             "positions": (
                 {"window_rotary_base": 100, "position_embedding_type": "learned_absolute"},
                 "window_rotary_base",

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 
 from flagscale.errors import ConfigError
+from flagscale.train.models import sliding_window
 from flagscale.train.models.config import LayerConfig
+from flagscale.train.models.document_mask import attend_masked, visible_mask
 from flagscale.train.models.norm import RMSNorm, ZeroCenteredRMSNorm
-from flagscale.train.models.sliding_window import SlidingWindowAttention
+from flagscale.train.models.sliding_window import (
+    SlidingWindowAttention,
+    attend_in_window,
+    attend_softcapped,
+    window_mask,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -97,6 +107,57 @@ def test_attention_equals_the_reference(
     scale = changes.get("softmax_scale", 8**-0.5)
     expected = reference_attention(query, key, value, window, softcap, scale, documents)
     torch.testing.assert_close(output, expected)
+
+
+@given(
+    queries=st.integers(1, 50),
+    earlier_keys=st.integers(0, 20),
+    window=st.integers(0, 14),
+    cap=st.sampled_from([None, 0.5]),
+    has_documents=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_equal_the_whole(
+    queries: int, earlier_keys: int, window: int, cap: float | None, has_documents: bool
+) -> None:
+    """In blocks of 4 to 16 queries; gradients, too."""
+    generator = torch.Generator().manual_seed(queries)
+    keys = queries + earlier_keys
+    query = torch.randn(2, 4, queries, 8, generator=generator)
+    key, value = torch.randn(2, 2, 2, keys, 8, generator=generator)
+    attend: Any = partial(attend_masked, scale=None, dropout=0.0)
+    if cap is not None:
+        attend = partial(attend_softcapped, cap=cap, scale=None, dropout=0.0)
+    documents = torch.randint(2, (2, keys), generator=generator).cumsum(1)
+    visible = visible_mask(documents[:, earlier_keys:], documents) if has_documents else None
+    results: list[list[Any]] = []
+    for multiple in (4, 1000):
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sliding_window, "_BLOCK_MULTIPLE", multiple)
+            q, k, v = inputs
+            output: Any = attend_in_window(q, k, v, window, attend, visible)
+        output.square().sum().backward()
+        results.append([output, *(tensor.grad for tensor in inputs)])
+    for in_blocks, whole in zip(*results, strict=True):
+        torch.testing.assert_close(in_blocks, whole)
+    position = queries // 2
+    mask = window_mask(queries, keys, window, query.device)
+    positions = range(max(position + earlier_keys - window, 0), position + earlier_keys + 1)
+    assert mask[position].nonzero().flatten().tolist() == [*positions]
+
+
+def test_long_sequences_are_computed_in_blocks() -> None:
+    """The mask is as wide as two blocks, and not as the sequence."""
+    widths = set()
+
+    def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        widths.add(mask.shape[-1])
+        return attend_masked(q, k, v, mask, scale=None, dropout=0.0)
+
+    query = torch.randn(1, 2, 4096, 8)
+    attend_in_window(query, query, query, 255, attend)
+    assert widths == {256, 512}
 
 
 def test_window_with_bidirectional_attention_is_rejected() -> None:

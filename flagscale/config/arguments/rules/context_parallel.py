@@ -40,6 +40,8 @@ def why_no_ring(values: Values) -> str | None:
     reasons = {
         "documents are separate": documents_are_separate(values),
         "attention has dropout": values["attention_dropout"],
+        "layers have sliding windows": values["window_size"],
+        "scores are soft-capped": values["attn_logit_softcapping"],
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -91,16 +93,6 @@ def check_context_parallel(values: Values) -> Iterator[Violation]:
             f"{tensor_text}",
         )
     yield from _check_communication(values)
-
-
-def check_whole_sequence(name: str, values: Values) -> Iterator[Violation]:
-    """Check that attention gets whole sequences, which argument ``name`` requires."""
-    cp = values["context_parallel_size"]
-    if cp == 1 or select_cp_communication(values) == "a2a":
-        return
-    kind = select_cp_communication(values)
-    reason = _why_indivisible(values) or f"cp_comm_type: {kind} does not support it; use a2a"
-    yield name, f"is not supported with context_parallel_size {cp}: {reason}"
 
 
 def _check_communication(values: Values) -> Iterator[Violation]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flagscale.config.arguments.rules.context_parallel import check_whole_sequence
 from flagscale.config.arguments.rules.data import documents_are_separate
 from flagscale.config.arguments.rules.optimizer import CUDA_GRAPH, captures_steps
 from flagscale.config.arguments.rules.parallel_layout import layout_of_chunks
@@ -192,7 +191,6 @@ def _check_kernels(name: str, values: Values) -> Iterator[Violation]:
     is_core_window = backend == "local" and name == "window_size"
     if backend not in ("auto", "unfused") and not is_core_window:
         yield name, f"is not supported by attention_backend: {backend}; use auto"
-    yield from check_whole_sequence(name, values)
 
 
 _LOCAL_ATTENTION: Mapping[str, Any] = {"softmax_type": "vanilla"}
