@@ -2,12 +2,13 @@
 
 With a sliding window (Beltagy et al., "Longformer", 2020) a token attends to itself and a number of
 previous tokens. ``window_attn_skip_freq`` selects the layers with a window; the others use full
-causal attention. Scores are soft-capped to ``c tanh(s / c)`` (``attn_logit_softcapping``). torch
-has no kernel for that, so scores, softmax and output are computed separately.
+causal attention. Scores are soft-capped to ``c tanh(s / c)`` (``attn_logit_softcapping``).
+``scaled_dot_product_attention`` does not do that, so scores, softmax and output are computed
+separately.
 
 In long sequences, attention within a window is computed in blocks of queries, each with its own
-keys and those of the block before it. Time and memory are then proportional to the window, not to
-the sequence.
+keys and those of the block before it. Time is then proportional to sequence x window, and so is
+memory, except for a document mask, which has all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from flagscale.train.models.document_mask import attend_masked, visible_mask
 from flagscale.train.models.gathered_attention import attend_chunks
 
 _BLOCK_MULTIPLE = 128
-"""Multiple of the number of queries in a block, which kernels process whole."""
+"""Multiple of the number of queries in a block. Kernels compute tiles of up to 128 x 128 scores."""
 _MIN_BLOCKS = 4
-"""Blocks from which on they are faster. A block computes twice as many scores as it has queries in
-each row, and its keys are copied.
+"""Least number of blocks. Fewer gain little: a block computes the scores of two blocks of keys,
+which are copied.
 """
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,19 +46,24 @@ def uses_standard_attention(config: Any) -> bool:
 
 
 class SlidingWindowAttention(SDPAttention):
-    """Causal attention with a sliding window or soft-capped scores."""
+    """Causal attention of a model in which layers have a sliding window or soft-capped scores.
+
+    Attributes:
+        window: number of previous tokens that a token attends to; None if this layer has no window.
+        cap: bound of the scores; None without.
+    """
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **options: Any) -> None:
         """Create the attention of a layer; ``layer_number`` counts from 1 over the whole model."""
         super().__init__(config, layer_number, *args, **options)
         if not self.causal:
-            raise ConfigError("sliding-window attention must be causal")
+            raise ConfigError("attention with a sliding window or soft-capping must be causal")
         has_window = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window: int | None = config.window_size[0] if has_window else None
         self.cap: float | None = config.attn_logit_softcapping
-        # A ring has no masks.
+        # A ring cannot apply a mask. All layers gather keys, as the check of the arguments says.
         self._has_ring = False
 
     def attend(
@@ -67,11 +73,18 @@ class SlidingWindowAttention(SDPAttention):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute attention; shapes as in :class:`SDPAttention`.
+        """Compute attention of whole sequences.
 
-        ``attention_mask`` is None or the document mask [b, 1, s, s], True for visible keys.
+        Args:
+            query: [s, b, heads, d].
+            key: [s, b, query groups, d].
+            value: as ``key``.
+            attention_mask: None, or the document mask [b, 1, s, s], True for visible keys.
+
+        Returns:
+            [s, b, heads · d].
         """
-        if self.window is None and self.cap is None:
+        if not self._needs_mask(len(query)):
             return super().attend(query, key, value, attention_mask)
         dropout = self.dropout if self.training else 0.0
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -92,7 +105,7 @@ class SlidingWindowAttention(SDPAttention):
         sequences, [b, s].
         """
         group, window, documents = self._sequence_group, self.window, attention_mask
-        if group is None or (window is None and self.cap is None):
+        if group is None or not self._needs_mask(len(query) * group.size()):
             return super()._attend_to_sequence(query, key, value, attention_mask)
         dropout = self.dropout if self.training else 0.0
 
@@ -100,8 +113,8 @@ class SlidingWindowAttention(SDPAttention):
             queries, end = q.shape[2], k.shape[2]
             begin = 0 if window is None else max(end - queries - window, 0)
             if begin:
-                # A view would keep all gathered keys in memory until the backward pass.
-                k, v = (x[:, :, begin:].contiguous() for x in (k, v))
+                # Views would keep all gathered keys in memory until the backward pass.
+                k, v = (x[:, :, begin:].clone() for x in (k, v))
             visible = None
             if documents is not None:
                 visible = visible_mask(documents[:, end - queries : end], documents[:, begin:end])
@@ -110,6 +123,11 @@ class SlidingWindowAttention(SDPAttention):
         with self._dropout_rng(dropout):
             output = attend_chunks(query, key, value, group, attend_chunk)
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _needs_mask(self, sequence: int) -> bool:
+        """Return whether attention in sequences of this length differs from causal attention."""
+        has_window = self.window is not None and self.window < sequence - 1
+        return has_window or self.cap is not None
 
     def _attend_visible(
         self,
@@ -187,28 +205,29 @@ def attend_in_window(
     blocks = -(-queries // block)
     padding = blocks * block - queries
 
-    def cut(tensor: torch.Tensor, missing_keys: int) -> torch.Tensor:
-        """Return blocks [b, heads, blocks, block, d] of a tensor that is padded at both ends."""
-        padded = functional.pad(tensor, (0, 0, missing_keys, padding))
-        return padded.view(*padded.shape[:2], -1, block, padded.shape[3])
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        """Return [b, n, queries, d], padded at the end, in blocks [b, n, blocks, block, d]."""
+        padded = functional.pad(tensor, (0, 0, 0, padding))
+        return padded.view(*padded.shape[:2], blocks, block, padded.shape[3])
 
-    query_blocks = cut(query, 0)
-    key_blocks, value_blocks = (cut(x, block - earlier_keys) for x in (key, value))
-    # The keys before the first block may be fewer than a block, so that it has a mask of its own.
-    first_keys, first_values = (x[:, :, : block + earlier_keys] for x in (key, value))
+    query_blocks = cut(query)
+    key_blocks, value_blocks = (cut(x[:, :, earlier_keys:]) for x in (key, value))
+    # The first block may have fewer keys before it than a block. It has a call and a mask of its
+    # own. Views would keep all keys in memory until the backward pass.
+    first_keys, first_values = (x[:, :, : block + earlier_keys].clone() for x in (key, value))
     first_mask = window_mask(block, block + earlier_keys, window, query.device)
     mask = window_mask(block, 2 * block, window, query.device)
     if visible is not None:
         first_mask = first_mask & visible[:, :, :block, : block + earlier_keys]
-        mask = mask & _cut_mask(visible, block, blocks)
+        mask = mask & _cut_mask(visible[..., earlier_keys:], block, blocks)
     first_output = attend(query_blocks[:, :, 0], first_keys, first_values, first_mask)
 
     def as_batch(tensor: torch.Tensor) -> torch.Tensor:
-        """Return [b, heads, blocks, n, d] as [b · blocks, heads, n, d]."""
+        """Return [b, n, blocks, length, d] as [b · blocks, n, length, d]."""
         return tensor.transpose(1, 2).flatten(0, 1)
 
     keys, values = (
-        as_batch(torch.cat((x[:, :, 1:-1], x[:, :, 2:]), 3)) for x in (key_blocks, value_blocks)
+        as_batch(torch.cat((x[:, :, :-1], x[:, :, 1:]), 3)) for x in (key_blocks, value_blocks)
     )
     outputs = attend(as_batch(query_blocks[:, :, 1:]), keys, values, mask)
     outputs = outputs.view(batch, blocks - 1, *outputs.shape[1:]).transpose(1, 2).flatten(2, 3)
@@ -220,16 +239,15 @@ def _cut_mask(visible: torch.Tensor, block: int, blocks: int) -> torch.Tensor:
     before as well: [b · (blocks - 1), 1, block, 2 · block].
 
     Args:
-        visible: [b, 1, queries, keys], with at most one block of keys before the queries.
+        visible: [b, 1, queries, queries].
         block: number of queries in a block.
         blocks: number of blocks.
     """
-    queries, keys = visible.shape[2:]
-    padding = blocks * block - queries
-    # Queries without a key would have no result, and its gradients would be no numbers.
-    padded = functional.pad(visible, (block - (keys - queries), padding, 0, padding), value=1)
+    padding = blocks * block - visible.shape[2]
+    # Padded queries must see a key. Without one, the gradients of their results are no numbers.
+    padded = functional.pad(visible, (0, padding, 0, padding), value=1)
     parts = [
-        padded[:, :, begin : begin + block, begin : begin + 2 * block]
+        padded[:, :, begin : begin + block, begin - block : begin + block]
         for begin in range(block, blocks * block, block)
     ]
     return torch.stack(parts, 1).flatten(0, 1)
@@ -248,16 +266,16 @@ def attend_softcapped(
     """Compute attention with scores soft-capped to ``cap``.
 
     Args:
-        query: [b, heads, s, d].
-        key: [b, query groups, s, d].
+        query: [b, heads, queries, d].
+        key: [b, query groups, keys, d].
         value: as ``key``.
-        mask: True for visible keys, [s, s] or [b, 1, s, s].
+        mask: True for visible keys, broadcastable to [b, heads, queries, keys].
         cap: bound of the scores.
         scale: factor of the scores; 1/sqrt(d) if None.
         dropout: dropout probability of the attention weights.
 
     Returns:
-        [b, heads, s, d].
+        [b, heads, queries, d].
     """
     group_size = query.shape[1] // key.shape[1]
     if group_size > 1:
