@@ -55,7 +55,7 @@ def train(formats: StateFormats, device: str, fraction: float) -> list[torch.Ten
     ids=["device", "host", "host-by-its-cores"],
 )
 @pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-@pytest.mark.filterwarnings("ignore:the host's memory cannot be pinned")
+@pytest.mark.filterwarnings("ignore:some of the host's memory cannot be pinned")
 def test_compiled_update_equals_the_hosts(
     formats: StateFormats, fraction: float, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

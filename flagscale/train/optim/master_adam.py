@@ -15,7 +15,8 @@ they are in fp32. They are updated piece by piece, in two ways:
   new weights to the device (Ren et al., "ZeRO-Offload", 2021).
 
 Of fp32 states the cores update some while the device updates the others. Lean ones are all updated
-by the device, which copies few bytes of them.
+by the device, which copies few bytes of them. The cores alone update states in memory that cannot
+be pinned, and those of which other ranks hold copies in other shards.
 
 megatron.core's distributed optimizer treats this class as Transformer Engine's ``FusedAdam`` with
 ``use_precision_aware_optimizer``: the parameters are this rank's shards of the model's weights,
@@ -183,7 +184,8 @@ class MasterWeightAdam(FusedAdam):
             parameter: one of the parameters.
             name: name of the weights, equal on tensor-parallel ranks that hold copies of them.
             is_replicated: other ranks hold copies of the weights, in shards that begin elsewhere.
-                Rounding depends on the position in a shard, so these weights have fp32 states.
+                Rounding depends on the position in a shard, so these weights have states with the
+                precision of fp32.
         """
         self._parameter_names[id(parameter)] = name
         if is_replicated:
@@ -236,8 +238,8 @@ class MasterWeightAdam(FusedAdam):
         if not all(map(device.register_host_memory, states)):
             # Python prints it once, not for every parameter.
             warnings.warn(
-                "the host's memory cannot be pinned: its cores update all states there, which "
-                "takes up to half longer",
+                "some of the host's memory cannot be pinned: its cores update the states there, "
+                "which takes longer and rounds differently",
                 stacklevel=2,
             )
             return 0
@@ -297,13 +299,18 @@ class MasterWeightAdam(FusedAdam):
     def _offloaded_ids(self) -> set[int]:
         """Return the ids of the parameters whose state is in host memory.
 
-        They are the first ones, until they have ``offload_fraction`` of the weights. The set stays
-        once it has been read, because states are not moved.
+        They are the first ones, until they have ``offload_fraction`` of the weights. Replicated
+        ones are offloaded with all others only: otherwise their copies could be updated by another
+        rank's device. The set stays once it has been read, because states are not moved.
         """
         parameters = self._parameters()
+        if self._offload_fraction == 1:
+            return {id(parameter) for parameter in parameters}
         remaining = self._offload_fraction * sum(parameter.numel() for parameter in parameters)
         offloaded = set()
         for parameter in parameters:
+            if id(parameter) in self._replicated_ids:
+                continue
             if remaining <= 0:
                 break
             offloaded.add(id(parameter))

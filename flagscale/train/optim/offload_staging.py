@@ -1,11 +1,11 @@
 """Staging buffers and streams for the update of offloaded optimizer states.
 
 Parameters are cut into pieces. Copies in both directions and updates of different pieces overlap.
-Each of the ``PIECES_IN_FLIGHT`` pieces in flight has its own buffers. With fp32 states and a model
-in bf16 these are
+Of the pieces that the device updates, and of those that the host updates, ``PIECES_IN_FLIGHT`` are
+in flight, each with its own buffers. With fp32 states and a model in bf16 these are
 
-- on the device, three states of 4 bytes per weight: 192 MiB;
-- in pinned host memory, a gradient of 4 bytes and a weight of 2 bytes per weight: 96 MiB.
+- for the device, three states of 4 bytes per weight in its memory: 192 MiB;
+- for the host, a gradient of 4 bytes and a weight of 2 bytes per weight in pinned memory: 96 MiB.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 WEIGHTS_PER_PIECE = 1 << 22
 """Most weights in a piece: 16 MiB of an fp32 tensor, which PCIe copies in less than a millisecond.
+Pieces begin at multiples of it, a power of two and a multiple of the blocks of lean states.
 """
 PIECES_IN_FLIGHT = 4
 """Number of pieces that are copied or updated at the same time."""
@@ -53,7 +54,7 @@ class HostUpdateStaging:
     is copied from the device, and one for the model's weights, which are copied to it, and before
     from it if the update reads them.
 
-    Pieces are numbered from 0 in each step. Piece ``index`` has the buffers that piece
+    Pieces are numbered from 0 after each :meth:`begin`. Piece ``index`` has the buffers that piece
     ``index - PIECES_IN_FLIGHT`` had. The weights of a model on the CPU are updated where they are.
     """
 

@@ -57,6 +57,18 @@ def test_steps_equal_those_of_fp32_weights(
         assert torch.equal(weight, reference.to(dtype))
 
 
+@pytest.mark.parametrize(("fraction", "offloaded"), [(0.5, 33), (1.0, 90)])
+def test_copies_of_other_ranks_are_offloaded_with_all_others_only(
+    fraction: float, offloaded: int
+) -> None:
+    """The shards of another rank are others, so that its device would update some of the copies."""
+    weights = random_tensors(0)
+    adam = MasterWeightAdam(weights, offload_fraction=fraction, **OPTIONS)
+    adam.name_parameter(weights[0], "embedding", is_replicated=True)
+    adam.name_parameter(weights[1], "copy", is_replicated=True)
+    assert adam.host_bytes == 8 * offloaded
+
+
 def test_states_that_a_device_updates_stay_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is pinned as long as the registered tensor exists."""
     monkeypatch.setattr(master_adam, "WEIGHTS_PER_PIECE", 8)
