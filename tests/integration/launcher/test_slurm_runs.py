@@ -385,8 +385,10 @@ def test_default_time_limit_of_a_partition_is_too_short(
 
 
 def test_run_continues_after_its_time_limit(lab: SlurmLab) -> None:
-    """The time limit is Slurm's minimum, most of which is reserved for saving."""
-    lab.write_config(time="1:00", requeue=1, runner={"stop_grace": 28})
+    """The time limit is Slurm's minimum. Ranks have the seconds to start in that are not reserved
+    for saving (STOP_MARGIN_SECONDS and stop_grace).
+    """
+    lab.write_config(time="1:00", requeue=1, runner={"stop_grace": 18})
     lab.submit()
     lab.wait_for_pending_reason("is pending (BeginTime")
     assert "h01: saved 1" in lab.run_action("logs").stdout

@@ -15,7 +15,8 @@ from flagscale.bench.traffic.spec import LARGEST_BURST, SMALLEST_BURST
 from flagscale.bench.traffic.steering import Steering
 from flagscale.bench.traffic.summary import summarize
 
-WINDOWS = 14
+WINDOWS = 28
+"""From the smallest burst to one of several MiB, in steps of at most a factor of four and in noise."""
 
 
 @given(
