@@ -16,7 +16,7 @@ from flagscale.bench.traffic.steering import Steering
 from flagscale.bench.traffic.summary import summarize
 
 WINDOWS = 28
-"""From the smallest burst to one of several MiB, in steps of at most a factor of four and in noise."""
+"""Enough from the smallest burst to one of several MiB, in steps of at most a factor of four."""
 
 
 @given(
