@@ -1,8 +1,8 @@
 """Adam that keeps master weights and moments in a chosen format, on the device or the host.
 
 Master weights are the weights that Adam updates; Megatron-LM calls their format main_params. The
-model's weights are the same values in the model's dtype. If both formats are equal and in the
-same memory, they are the same tensor.
+model's weights are the same values in the model's dtype. If both formats are equal, they are the
+same tensor.
 
 With ``use_precision_aware_optimizer`` master weights and moments take fewer bytes
 (:mod:`.state_formats`). Such states are called lean.

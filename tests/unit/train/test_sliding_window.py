@@ -120,7 +120,7 @@ def test_attention_equals_the_reference(
 def test_blocks_equal_the_whole(
     queries: int, earlier_keys: int, window: int, cap: float | None, has_documents: bool
 ) -> None:
-    """In blocks of 4 to 16 queries; gradients, too."""
+    """Outputs and gradients of attention in blocks of 4 to 16 queries are those with one mask."""
     generator = torch.Generator().manual_seed(queries)
     keys = queries + earlier_keys
     query = torch.randn(2, 4, queries, 8, generator=generator)
