@@ -13,6 +13,7 @@ from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import processes
+from flagscale.launcher.layout import HOST_RECORD_FILE, STATUS_DIRECTORY
 
 pytestmark = pytest.mark.integration
 
@@ -50,6 +51,9 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     agent = bench.agent_process(state) if lives == "agent" else None
     if agent is not None:
         wait_for(lambda: bench.output.count("ready") == 2)
+        # The agent records the host beside the ranks. The digest of the code comes last.
+        record = state.hosts[0].run_dir / STATUS_DIRECTORY / HOST_RECORD_FILE
+        wait_for(lambda: record.exists() and '"kind": "code"' in record.read_text())
     (marks / "before").unlink()
     written = files_below(bench.root)
     script = str(state.hosts[0].script)
