@@ -392,8 +392,33 @@ HOMOGENEOUS_CASES = (
         "moe",
     ),
     LayoutCase("moe-ep2-do-hybrid", 4, MOE, f"{EP2} {OVERLAP} {HYBRID}", "moe"),
+    # The values of gathered weights are those of one rank; the order of sums is not.
     LayoutCase(
-        "fp8-dp2-sharded", 2, BF16, f"{COMPILED} {SHARD_WEIGHTS} --fp8 hybrid", "bf16", 3e-2
+        "fp8-dp2-sharded", 2, SHORT_BF16, f"{COMPILED} {SHARD_WEIGHTS} --fp8 hybrid", "fp8", 2e-3
+    ),
+    LayoutCase(
+        "fp8-rowwise-dp2-sharded",
+        2,
+        SHORT_BF16,
+        f"{COMPILED} {SHARD_WEIGHTS} --fp8 e4m3 --fp8-recipe rowwise",
+        "fp8-e4m3-rowwise",
+        2e-3,
+    ),
+    LayoutCase(
+        "fp8-blockwise-dp2-sharded-recompute",
+        2,
+        SHORT_BF16,
+        f"{COMPILED} {SHARD_WEIGHTS} {FULL_RECOMPUTE} 2 --fp8 e4m3 --fp8-recipe blockwise",
+        "fp8-blockwise",
+        2e-3,
+    ),
+    LayoutCase(
+        "fp8-tp2-dp2-sp-sharded",
+        4,
+        SHORT_BF16,
+        f"{COMPILED} {TP2_SP} {SHARD_WEIGHTS} --fp8 hybrid",
+        "fp8-tp2-sp",
+        2e-3,
     ),
     LayoutCase(
         "dp2-do-cuda-graph-per-token",
@@ -561,6 +586,14 @@ HOMOGENEOUS_CASES = (
         1,
         SHORT_BF16,
         f"{COMPILED} --fp8 e4m3 --fp8-recipe rowwise",
+        "bf16-short",
+        3e-2,
+    ),
+    LayoutCase(
+        "fp8-blockwise",
+        1,
+        SHORT_BF16,
+        f"{COMPILED} --fp8 e4m3 --fp8-recipe blockwise",
         "bf16-short",
         3e-2,
     ),

@@ -26,7 +26,7 @@ def unsharded_parameters(args: Any, chunks: list[Any]) -> Iterator[None]:
     buckets = [bucket for chunk in sharded_chunks for bucket in chunk.iter_buckets()]
     with gathered_parameters(args, chunks):
         for bucket in buckets:
-            if handle := bucket.start_all_gather():
+            if handle := bucket.start_all_gather_weights():
                 handle.wait()
         yield
         for bucket in buckets:

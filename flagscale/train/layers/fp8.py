@@ -81,14 +81,18 @@ def quantize(
     """
     if scaling == "blockwise":
         return fp8_blockwise.quantize_rows(tensor, dtype)
-    dtype_max = torch.finfo(dtype).max
     magnitude = tensor.abs()
-    max_magnitude = (
-        magnitude.amax() if scaling == "tensorwise" else magnitude.amax(-1, keepdim=True)
+    factor = compute_factor(
+        magnitude.amax() if scaling == "tensorwise" else magnitude.amax(-1, keepdim=True), dtype
     )
-    factor = dtype_max / max_magnitude.float().clamp(min=_MIN_MAGNITUDE)
-    scaled = (tensor.float() * factor).clamp(-dtype_max, dtype_max)
-    return scaled.to(dtype), factor.reciprocal()
+    return fp8_blockwise.scale_values(tensor, factor, dtype), factor.reciprocal()
+
+
+def compute_factor(max_magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the fp32 factors that map the largest magnitudes of tensors or of rows to the maximum
+    of ``dtype``. Their reciprocals are the scales.
+    """
+    return torch.finfo(dtype).max / max_magnitude.float().clamp(min=_MIN_MAGNITUDE)
 
 
 def quantize_weight(weight: torch.Tensor, scaling: Scaling) -> Fp8Weight:

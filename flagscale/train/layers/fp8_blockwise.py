@@ -76,32 +76,83 @@ def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
         transposed.
     """
     rows, columns = weight.shape
-    padded = _pad_to_multiple(weight, BLOCK_SIZE, BLOCK_SIZE)
-    squares_per_row = padded.shape[1] // BLOCK_SIZE
-    values, scale = _quantize_blocks(
-        padded.reshape(-1, BLOCK_SIZE, squares_per_row, BLOCK_SIZE), dtype, (1, 3)
-    )
-    values, scale = values.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
+    magnitudes = measure_squares(weight)
+    values = quantize_squares(weight, magnitudes, dtype)
+    scale, transposed_scale = compute_square_scales(magnitudes, dtype)
     return (
         values[:rows].contiguous(),
-        _pad_to_multiple(scale, 0, _SCALE_ALIGNMENT).contiguous(),
+        scale,
         values.t()[:columns].contiguous(),
+        transposed_scale,
+    )
+
+
+def measure_squares(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude in each square of a matrix, [squares along the rows, squares
+    along the columns], in fp32.
+    """
+    return _split_into_squares(matrix).abs().amax((1, 3)).float()
+
+
+def quantize_squares(
+    matrix: torch.Tensor, magnitudes: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Quantize a matrix with one scale per square.
+
+    Args:
+        matrix: [rows, columns].
+        magnitudes: largest magnitude of each square, as :func:`measure_squares` returns them.
+        dtype: FP8 dtype of the values.
+
+    Returns:
+        Values, with both sizes padded to whole squares.
+    """
+    factor = _compute_factor(magnitudes, dtype)[:, None, :, None]
+    values = scale_values(_split_into_squares(matrix), factor, dtype)
+    return values.flatten(2).flatten(0, 1)
+
+
+def compute_square_scales(
+    magnitudes: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales of the squares of a weight and of its transpose, with the last dimension
+    padded for cuBLAS. ``magnitudes`` is as :func:`measure_squares` returns it.
+    """
+    scale = _compute_factor(magnitudes, dtype).reciprocal()
+    return (
+        _pad_to_multiple(scale, 0, _SCALE_ALIGNMENT).contiguous(),
         _pad_to_multiple(scale.t(), 0, _SCALE_ALIGNMENT).contiguous(),
     )
 
 
-def _quantize_blocks(
-    blocks: torch.Tensor, dtype: torch.dtype, dimensions: int | tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``blocks`` in FP8, and one fp32 scale per block, with ``dimensions`` of size 1.
-
-    A block consists of all numbers along ``dimensions``.
+def _split_into_squares(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix, padded to whole squares, as [squares along the rows, 128, squares along the
+    columns, 128].
     """
+    padded = _pad_to_multiple(matrix, BLOCK_SIZE, BLOCK_SIZE)
+    return padded.reshape(-1, BLOCK_SIZE, padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
+
+
+def _compute_factor(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the factors that map the largest magnitudes of blocks to the maximum of ``dtype``."""
+    return torch.finfo(dtype).max / magnitudes.float().clamp(min=_MIN_MAGNITUDE)
+
+
+def scale_values(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply ``values`` by ``factor``, which must be broadcastable, and convert them to FP8."""
     dtype_max = torch.finfo(dtype).max
-    block_max = blocks.abs().amax(dimensions, keepdim=True).float()
-    factor = dtype_max / block_max.clamp(min=_MIN_MAGNITUDE)
-    values = (blocks.float() * factor).clamp(-dtype_max, dtype_max).to(dtype)
-    return values, factor.reciprocal()
+    return (values.float() * factor).clamp(-dtype_max, dtype_max).to(dtype)
+
+
+def _quantize_blocks(
+    blocks: torch.Tensor, dtype: torch.dtype, dimension: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``blocks`` in FP8, and one fp32 scale per block, with ``dimension`` of size 1.
+
+    A block consists of all numbers along ``dimension``.
+    """
+    factor = _compute_factor(blocks.abs().amax(dimension, keepdim=True), dtype)
+    return scale_values(blocks, factor, dtype), factor.reciprocal()
 
 
 def _pad_to_multiple(tensor: torch.Tensor, row_multiple: int, column_multiple: int) -> torch.Tensor:

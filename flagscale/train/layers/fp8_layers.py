@@ -3,16 +3,49 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.errors import ConfigError
-from flagscale.train.layers.fp8 import DIMENSION_MULTIPLE, Fp8Recipe, Fp8Weight, quantize_weight
+from flagscale.train.layers.fp8 import (
+    DIMENSION_MULTIPLE,
+    Fp8Recipe,
+    Fp8Weight,
+    Scaling,
+    quantize_weight,
+)
 from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
+
+
+class Fp8Linears(NamedTuple):
+    """The layers of a model chunk that use FP8.
+
+    Attributes:
+        scaling: granularity of scales.
+        by_weight: layer of each weight.
+    """
+
+    scaling: Scaling
+    by_weight: Mapping[torch.nn.Parameter, Any]
+
+
+def find_fp8_linears(model: Any, config: TransformerConfig, scaling: Scaling) -> Fp8Linears:
+    """Return the layers of an unwrapped model chunk that use FP8.
+
+    Raises:
+        ConfigError: a dimension of a weight is not supported by FP8 GEMMs.
+    """
+    by_weight = {
+        linear.weight: linear
+        for layer in find_transformer_layers(model)
+        if _uses_fp8(layer.layer_number, config)
+        for linear in _find_fp8_linears(layer)
+    }
+    return Fp8Linears(scaling, by_weight)
 
 
 def enable_fp8(model: Any, config: TransformerConfig, recipe: Fp8Recipe) -> None:
@@ -28,8 +61,11 @@ def enable_fp8(model: Any, config: TransformerConfig, recipe: Fp8Recipe) -> None
             linears = list(_find_fp8_linears(layer))
             for linear in linears:
                 linear.fp8_recipe = recipe
-            layer.fp8_weights_stale = True
-            layer.forward = _quantize_before_forward(layer, linears, layer.forward)
+            # If weights are sharded, their buckets have set fp8_weight and fill it.
+            unsharded = [linear for linear in linears if linear.fp8_weight is None]
+            if unsharded:
+                layer.fp8_weights_stale = True
+                layer.forward = _quantize_before_forward(layer, unsharded, layer.forward)
 
 
 def invalidate_fp8_weights(model: torch.nn.Module) -> None:

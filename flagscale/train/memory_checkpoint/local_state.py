@@ -20,7 +20,7 @@ from flagscale.train.checkpoint.sharded_state import build_rng_state, restore_rn
 from flagscale.train.optim.hyperparameters import resume_schedule, save_schedule
 from flagscale.train.optim.members import list_members
 from flagscale.train.sharding.data_parallel import ShardedDataParallel
-from flagscale.train.sharding.deferred import identify_storage, lacks_memory
+from flagscale.train.sharding.deferred import identify_storage
 from flagscale.train.state import TrainState, unwrap_model
 
 
@@ -153,8 +153,5 @@ def _iter_loss_scalers(state: TrainState) -> Iterator[Any]:
 def _gather_kept_weights(state: TrainState) -> None:
     """Complete whole weights in memory from the shards, which have been restored."""
     for chunk in state.chunks:
-        for bucket in chunk.iter_buckets() if isinstance(chunk, ShardedDataParallel) else ():
-            if not lacks_memory(bucket.param_data):
-                handle = bucket.start_all_gather()
-                if handle is not None:
-                    handle.wait()
+        if isinstance(chunk, ShardedDataParallel):
+            chunk.start_param_sync()

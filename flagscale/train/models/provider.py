@@ -25,6 +25,7 @@ from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.config.arguments.rules.sharding import shards_gradients, shards_weights
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
+from flagscale.train.layers.fp8_layers import find_fp8_linears
 from flagscale.train.layers.lora import LoraConfig, attach_adapters, is_adapter
 from flagscale.train.layers.token_dispatcher import use_local_dispatcher
 from flagscale.train.models.attention import select_sdp_kernels
@@ -169,6 +170,9 @@ def _add_data_parallelism(
     ``initialize`` initializes given weights of an unwrapped model; None if they are initialized.
     """
     if shards_gradients(vars(args)):
+        fp8_linears = None
+        if args.fp8 and optimized:
+            fp8_linears = find_fp8_linears(unwrap_model(model), config, args.fp8_recipe)
         return ShardedDataParallel(
             config,
             ddp_config,
@@ -177,6 +181,7 @@ def _add_data_parallelism(
             accumulates_in_layers=optimized,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
             initialize=None if initialize is None else partial(initialize, unwrap_model(model)),
+            fp8_linears=fp8_linears,
         )
     ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
     # Only the gradients of the first chunk are reduced during the backward pass.

@@ -172,6 +172,23 @@ class ShardedBucket:
             self.param_data.untyped_storage().resize_(storage_bytes)
         return self._collectives.start_all_gather(self.param_data, self.weight_shard)
 
+    def finish_all_gather(self) -> None:
+        """Prepare what was gathered for a forward pass."""
+
+    def prepare_backward(self) -> None:
+        """Prepare what was gathered for a backward pass too, unless that has been done."""
+
+    def start_all_gather_weights(self) -> Any:
+        """Start to all-gather the weights themselves, where layers compute with something else.
+
+        Returns:
+            Handle as that of :meth:`start_all_gather`.
+        """
+        return self.start_all_gather()
+
+    def invalidate(self) -> None:
+        """Take note that the optimizer has updated this rank's shard of the weights."""
+
     def release_weights(self) -> None:
         """Free the unsharded weights."""
         if self._shards_weights:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from flagscale.train.sharding.bucket import Initialize, ShardedBucket
+from flagscale.train.sharding.bucket import ShardedBucket
 from flagscale.train.sharding.collectives import ShardCollectives
 
 
@@ -38,8 +38,6 @@ class ShardedBuffer:
         grad_dtype: torch.dtype,
         collectives: ShardCollectives,
         gradient_scaling_factor: float,
-        *,
-        shards_weights: bool,
     ) -> None:
         """Create a buffer without buckets; the arguments are those of its buckets."""
         self.ddp_config = ddp_config
@@ -52,27 +50,22 @@ class ShardedBuffer:
         self.numel = self.numel_unpadded = 0
         self._collectives = collectives
         self._gradient_scaling_factor = gradient_scaling_factor
-        self._shards_weights = shards_weights
 
-    def add_bucket(
-        self, params: Sequence[torch.nn.Parameter], initialize: Initialize | None
-    ) -> ShardedBucket:
-        """Move weights into a new bucket and return it, without gradients so far.
+    def add_bucket(self, create_bucket: Callable[..., ShardedBucket]) -> ShardedBucket:
+        """Create a bucket and return it, without gradients so far.
 
-        ``initialize`` initializes the weights; None if they are.
+        Args:
+            create_bucket: constructor of the bucket that takes the place in the buffer and the
+                factor of the gradients (:class:`.bucket.ShardedBucket`).
         """
-        bucket = ShardedBucket(
-            params,
-            self._collectives,
-            shards_weights=self._shards_weights,
+        bucket = create_bucket(
             offset=self.numel,
             bucket_id=len(self.buckets),
             gradient_scaling_factor=self._gradient_scaling_factor,
-            initialize=initialize,
         )
         for param, (start, end) in bucket.param_to_index.items():
             self.param_index_map[param] = (self.numel + start, self.numel + end, bucket.bucket_id)
-        self.params += params
+        self.params += bucket.params_list
         self.buckets.append(bucket)
         self.numel += bucket.numel
         self.numel_unpadded += bucket.numel_unpadded

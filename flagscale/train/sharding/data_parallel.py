@@ -13,6 +13,8 @@ One micro-batch, with what the communication streams do below what the compute s
                 | all-gather k       | all-gather k-1      | all-gather k-2
                 | reduce-scatter k+2 | reduce-scatter k+1  | reduce-scatter k
 
+Of FP8 linear layers, the FP8 values of the weights are gathered instead (:mod:`.fp8_bucket`).
+
 1. When layer k-1 begins its forward pass, the weights of layer k are prefetched: their all-gather
    starts.
 2. Layer k waits for them, computes and releases them. The last layer of the model keeps them,
@@ -55,6 +57,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from flagscale.train.layers.fp8_layers import Fp8Linears
 from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.layers.wgrad_accumulation import (
     bind_accumulators,
@@ -63,6 +66,7 @@ from flagscale.train.layers.wgrad_accumulation import (
 )
 from flagscale.train.sharding.bucket import Initialize, ShardedBucket
 from flagscale.train.sharding.collectives import create_collectives
+from flagscale.train.sharding.fp8_bucket import Fp8Bucket, quantize_stale_shards
 from flagscale.train.sharding.partition import ChunkPartition, has_embedding_in_head
 from flagscale.train.sharding.unit import ShardedUnit
 from flagscale.train.state import unwrap_model
@@ -91,6 +95,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         accumulates_in_layers: bool,
         timeout: timedelta,
         initialize: Initialize | None = None,
+        fp8_linears: Fp8Linears | None = None,
     ) -> None:
         """Shard a model chunk.
 
@@ -104,6 +109,8 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             timeout: timeout of operations between ranks.
             initialize: initializes given weights of ``module``, which then needs no memory for its
                 matrices before (:mod:`.deferred`). None if they are initialized.
+            fp8_linears: the layers that use FP8; None without. If their weights are sharded, their
+                FP8 values are gathered.
         """
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
@@ -131,6 +138,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
             gradient_scaling_factor,
             shards_weights=shards_weights,
             initialize=initialize,
+            fp8_linears=fp8_linears,
         )
         self._embedding_unit, self._head_unit = partition.embedding_unit, partition.head_unit
         self._layer_units = partition.layer_units
@@ -166,12 +174,20 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
                         )
 
     def _pre_forward_chunk(self, *_: Any) -> None:
+        self._quantize_shards()
         self._prefetch_first_units()
         self._embedding_unit.all_gather()
         if self._head_has_embedding or not self._layer_units:
             self._head_unit.all_gather()
         if torch.is_grad_enabled():
             self._forward_passes_left -= 1
+
+    def _quantize_shards(self) -> None:
+        """Quantize the shards of FP8 weights that have changed. Collective."""
+        buckets = [b for b in self.iter_buckets() if isinstance(b, Fp8Bucket) and b.is_stale]
+        if buckets:
+            quantize_stale_shards(buckets, self._collectives[False].group)
+            self._synchronize_ranks()
 
     def _prefetch_first_units(self) -> None:
         """Prefetch the weights that the forward pass of a micro-batch reads first."""
@@ -238,7 +254,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
 
     def _pre_backward_layer(self, index: int, _: torch.Tensor) -> None:
         unit = self._layer_units[index]
-        unit.all_gather()
+        unit.prepare_backward()
         # The pass of the next layer has ended; the reduce-scatter of the one after it is under way.
         finished_units = self._layer_units[index + 1 : index + 3]
         if not self._head_has_embedding:
@@ -361,7 +377,9 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         self._synchronize_ranks()
         for unit in self._units:
             unit.invalidate()
-            if force_sync:
+        if force_sync:
+            self._quantize_shards()
+            for unit in self._units:
                 unit.all_gather()
 
     def _synchronize_ranks(self) -> None:
@@ -387,7 +405,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         """
         for unit in self._units:
             try:
-                unit.all_gather()
+                unit.all_gather_weights()
                 yield unit.buckets
             finally:
                 unit.release()
@@ -399,7 +417,7 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         """
         for unit in self._units:
             try:
-                unit.all_gather()
+                unit.all_gather_weights()
                 yield unit.buckets
                 self._synchronize_ranks()
                 unit.update_shards()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
+from flagscale.train.layers.fp8_layers import Fp8Linears
 from flagscale.train.layers.layer_compilation import find_transformer_layers
 from flagscale.train.sharding.bucket import Initialize, ShardedBucket
 from flagscale.train.sharding.buffer import ShardedBuffer
 from flagscale.train.sharding.collectives import ShardCollectives
+from flagscale.train.sharding.fp8_bucket import Fp8Bucket
 from flagscale.train.sharding.unit import GradientMemory, ShardedUnit
 
 
@@ -47,6 +50,7 @@ class ChunkPartition:
         *,
         shards_weights: bool,
         initialize: Initialize | None,
+        fp8_linears: Fp8Linears | None,
     ) -> None:
         """Move the weights of a chunk into buckets.
 
@@ -58,10 +62,13 @@ class ChunkPartition:
             gradient_scaling_factor: factor of the gradients of a step.
             shards_weights: shard weights as well, not only gradients.
             initialize: initializes given weights; None if they are initialized.
+            fp8_linears: the layers that use FP8; None without.
         """
         self._ddp_config, self._collectives = ddp_config, collectives
         self._gradient_scaling_factor = gradient_scaling_factor
-        self._shards_weights, self._initialize = shards_weights, initialize
+        self._initialize = initialize
+        self._shards_weights = shards_weights
+        self._fp8_linears = fp8_linears
         self._buffers: dict[tuple[bool, torch.dtype, torch.dtype], ShardedBuffer] = {}
         layers = find_transformer_layers(model)
         layer_parameters = {param for layer in layers for param in layer.parameters()}
@@ -106,24 +113,36 @@ class ChunkPartition:
             of_experts = not getattr(param, "allreduce", True)
             # Weights that two pipeline stages share must be sharded in the same way on both.
             shared = getattr(param, "shared_embedding", False)
-            key = (of_experts, param.dtype, param.requires_grad, shared)
+            gathers_fp8 = self._gathers_fp8(param)
+            key = (of_experts, param.dtype, param.requires_grad, shared, gathers_fp8)
             by_bucket.setdefault(key, []).append(param)
         buckets = []
-        for (of_experts, dtype, is_trained, _), bucket_params in by_bucket.items():
+        for (of_experts, dtype, is_trained, _, gathers_fp8), bucket_params in by_bucket.items():
+            create_bucket: Any = ShardedBucket
+            if gathers_fp8 and self._fp8_linears is not None:
+                create_bucket = partial(Fp8Bucket, fp8_linears=self._fp8_linears)
+            create_bucket = partial(
+                create_bucket,
+                bucket_params,
+                self._collectives[of_experts],
+                shards_weights=self._shards_weights,
+                initialize=self._initialize,
+            )
             if is_trained:
-                buckets.append(
-                    self._get_buffer(dtype, of_experts).add_bucket(bucket_params, self._initialize)
+                create_bucket = partial(
+                    self._get_buffer(dtype, of_experts).add_bucket, create_bucket
                 )
-            else:
-                buckets.append(
-                    ShardedBucket(
-                        bucket_params,
-                        self._collectives[of_experts],
-                        shards_weights=self._shards_weights,
-                        initialize=self._initialize,
-                    )
-                )
+            buckets.append(create_bucket())
         return ShardedUnit(buckets, gradient_memory, shards_weights=self._shards_weights)
+
+    def _gathers_fp8(self, param: torch.nn.Parameter) -> bool:
+        """Return whether the FP8 values of a weight are gathered instead of the weight."""
+        return (
+            self._fp8_linears is not None
+            and param in self._fp8_linears.by_weight
+            and self._shards_weights
+            and self._collectives[False].ranks > 1
+        )
 
     def _get_buffer(self, dtype: torch.dtype, of_experts: bool) -> ShardedBuffer:
         grad_dtype = torch.float32 if self._ddp_config.grad_reduce_in_fp32 else dtype
@@ -135,6 +154,5 @@ class ChunkPartition:
                 grad_dtype,
                 self._collectives[of_experts],
                 self._gradient_scaling_factor,
-                shards_weights=self._shards_weights,
             )
         return self._buffers[key]

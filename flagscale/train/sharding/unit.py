@@ -62,7 +62,26 @@ class ShardedUnit:
         self.start_all_gather()
         if self._all_gathers is not None:
             _wait_all(self._all_gathers)
+            for bucket in self.buckets:
+                bucket.finish_all_gather()
             self._all_gathers, self._is_unsharded = None, True
+
+    def prepare_backward(self) -> None:
+        """All-gather the weights for a backward pass; they may be gathered for a forward pass."""
+        self.all_gather()
+        for bucket in self.buckets:
+            bucket.prepare_backward()
+
+    def all_gather_weights(self) -> None:
+        """All-gather the weights themselves, where layers compute with something else, until they
+        are released.
+        """
+        if not self._shards_weights:
+            self.all_gather()
+            return
+        self.release()
+        _wait_all([bucket.start_all_gather_weights() for bucket in self.buckets])
+        self._is_unsharded = True
 
     def release(self) -> None:
         """Free the unsharded weights if there are shards of them."""
@@ -77,6 +96,8 @@ class ShardedUnit:
         """Require an all-gather before the next use, because the shards of the weights changed."""
         self.release()
         self._is_unsharded = False
+        for bucket in self.buckets:
+            bucket.invalidate()
 
     def update_shards(self) -> None:
         """Copy this rank's parts of the unsharded weights, which were written to, to its shards.
