@@ -326,11 +326,20 @@ def _outer_weights(
 def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
     """Return the bytes of FP8 copies of weights.
 
-    They exist row-wise and column-wise, because FP8 GEMMs require both.
+    They exist row-wise and column-wise, because FP8 GEMMs require both. If weights are sharded, the
+    two copies of the layers that are gathered at a time take the place of their 16-bit weights
+    (:mod:`flagscale.train.sharding.fp8_bucket`), and a rank has its shard of the values. With
+    rowwise scaling it has none, but both copies and the weights of the layer that arrives.
     """
-    return 2.0 * sum(
+    layers = [
         weights.linear_weights(args, is_moe=layer.is_moe) for layer in part.layers if layer.is_fp8
-    )
+    ]
+    shards, _ = count_shards(args)
+    if not shards_weights(vars(args)) or shards == 1:
+        return 2.0 * sum(layers)
+    if args.fp8_recipe == "rowwise":
+        return 2.0 * max(layers, default=0)
+    return sum(layers) / shards
 
 
 def state_bytes(args: Any) -> float:

@@ -225,6 +225,18 @@ CASES: dict[str, tuple[int, str, str, float]] = {
         1e-4,
     ),
     "bf16-dp2-sharded": (2, f"--bf16 {SHARDED} optim_grads_params", "bf16", 1e-2),
+    "bf16-fp8-dp2-sharded": (
+        2,
+        f"--bf16 --fp8 hybrid {SHARDED} optim_grads_params",
+        "bf16-fp8",
+        1e-2,
+    ),
+    "bf16-fp8-blockwise-dp2-sharded": (
+        2,
+        f"--bf16 --fp8 e4m3 --fp8-recipe blockwise {SHARDED} optim_grads_params",
+        "bf16-fp8-blockwise",
+        1e-2,
+    ),
     "bf16-offloaded-states": (
         1,
         "--bf16 --use-distributed-optimizer --optimizer-cpu-offload",

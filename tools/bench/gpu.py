@@ -188,6 +188,7 @@ ROWS = (
     GpuRow("dp2-fp8", *SEQUENCE_4K, gpus=2, options="--fp8 hybrid"),
     GpuRow("dp2-8k", *SEQUENCE_8K, gpus=2),
     GpuRow("dp2-sharded", *SEQUENCE_4K, gpus=2, options=SHARDED),
+    GpuRow("dp2-sharded-fp8", *SEQUENCE_4K, gpus=2, options=f"{SHARDED} --fp8 hybrid"),
     GpuRow("dp2-mbs4", *SEQUENCE_4K_MBS4, gpus=2),
     GpuRow("dp2-sharded-mbs4", *SEQUENCE_4K_MBS4, gpus=2, options=SHARDED),
     GpuRow("dp2-sharded-gradients", *SEQUENCE_4K, gpus=2,

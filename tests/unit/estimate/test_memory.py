@@ -62,6 +62,24 @@ def test_fp8_copies_are_added_to_weights(ends: str, eight: int) -> None:
     assert fp8_stages.activations < bf16_stages.activations
 
 
+@pytest.mark.parametrize(
+    ("recipe", "bytes_per_weight", "layers"),
+    [("tensorwise", 1 / 4, 32), ("rowwise", 2, 1)],
+    ids=["shard-of-values", "copies-of-the-layer-that-arrives"],
+)
+def test_fp8_copies_of_sharded_weights_are_not_kept(
+    recipe: str, bytes_per_weight: float, layers: int
+) -> None:
+    sharded = f"{COMPILED} {WHOLE} --data-parallel-sharding-strategy optim_grads_params"
+    bf16_stage, fp8_stage = (
+        forecast_llama(f"{sharded} {fp8}", 4).stages[0].memory
+        for fp8 in ("", f"--fp8 e4m3 --fp8-recipe {recipe}")
+    )
+    assert fp8_stage.weights - bf16_stage.weights == bytes_per_weight * layers * (
+        4096 * (2 * 4096 + 2048 + 3 * 14336)
+    )
+
+
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
 def test_instances_keep_as_much_as_fewer_ranks(strategy: str) -> None:
     options = f"{WHOLE} --data-parallel-sharding-strategy {strategy}"
