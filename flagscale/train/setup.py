@@ -30,6 +30,7 @@ from flagscale.train.distributed import RankIdentity
 from flagscale.train.evaluation.scoring import SequenceScorer
 from flagscale.train.evaluation.tasks import TaskEvaluation, TaskOptions
 from flagscale.train.generation import Generator
+from flagscale.train.layers.fp8_layers import invalidate_fp8_weights
 from flagscale.train.memory_checkpoint.copies import (
     MemoryCheckpoints,
     open_memory_checkpoints,
@@ -120,6 +121,9 @@ def prepare_training(
         is_new_run=is_new_run,
         has_start_weights=has_start_weights,
     )
+    # The scores of a reference model may have been computed with other weights.
+    for model in state.modules():
+        invalidate_fp8_weights(model)
     balancer = None
     if is_split_measured(vars(args)):
         balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)

@@ -1,10 +1,12 @@
-"""FP8 quantization of a weight of which every rank has a part.
+"""FP8 quantization of a weight whose elements are split over the data-parallel ranks.
 
-The scales of a whole weight follow from the largest magnitudes in it: one with ``tensorwise``
-scaling, one per square of 128 x 128 with ``blockwise``. So each rank measures its part, the ranks
-take the maxima of what they measured, and each rank quantizes its part. The parts together are
-equal to the whole weight quantized. ``rowwise`` scaling has other values in the transpose of a
-weight, so that both would have as many bytes as the 16-bit weight; it is not supported here.
+There is one scale per weight (``tensorwise``) or per square of 128 x 128 (``blockwise``), which
+follows from the largest magnitude of what it scales. So each rank measures its part of the weight,
+the caller takes the maxima over the ranks, and each rank quantizes its part. Concatenated, the
+quantized parts are the values of :func:`.fp8.quantize_weight`.
+
+``rowwise`` is not supported: the transpose has scales and values of its own, and both have as many
+bytes as the 16-bit weight.
 """
 
 from __future__ import annotations
@@ -19,105 +21,122 @@ from flagscale.train.layers.fp8 import FORWARD_DTYPE, Scaling, compute_factor
 from flagscale.train.layers.fp8_blockwise import BLOCK_SIZE
 from flagscale.train.layers.jit import compiled_if_faster
 
+# Uncompiled, each operation would read and write the part in fp32.
 _scale_values = compiled_if_faster(dynamic=True)(fp8_blockwise.scale_values)
+_quantize_squares = compiled_if_faster(dynamic=True, max_shapes=fp8_blockwise.MAX_WEIGHT_SHAPES)(
+    fp8_blockwise.quantize_squares
+)
 
 
 class WeightPart(NamedTuple):
-    """Consecutive elements of a weight.
+    """Consecutive elements of a weight, which may begin and end within a row.
 
     Attributes:
         elements: the elements, flat; maybe none.
-        begin: index of the first one in the flat weight.
-        rows: rows of the weight.
-        columns: columns of the weight.
+        begin: index of the first one in the flat weight, if there are any.
+        weight_rows: rows of the whole weight.
+        weight_columns: columns of the whole weight.
     """
 
     elements: torch.Tensor
     begin: int
-    rows: int
-    columns: int
+    weight_rows: int
+    weight_columns: int
 
 
 def can_quantize_parts(scaling: Scaling) -> bool:
-    """Return whether parts of weights can be quantized with a granularity of scales."""
+    """Return whether ranks can quantize their parts of weights with this scaling."""
     return scaling != "rowwise"
 
 
 def count_magnitudes(part: WeightPart, scaling: Scaling) -> int:
-    """Return the number of magnitudes of the weight."""
-    return math.prod(_magnitude_shape(part, scaling))
+    """Return how many magnitudes :func:`measure_part` returns: one per scale of the weight."""
+    return math.prod(_scale_shape(part, scaling))
 
 
-def _magnitude_shape(part: WeightPart, scaling: Scaling) -> tuple[int, ...]:
+def _scale_shape(part: WeightPart, scaling: Scaling) -> tuple[int, ...]:
     if scaling == "tensorwise":
         return ()
-    return math.ceil(part.rows / BLOCK_SIZE), math.ceil(part.columns / BLOCK_SIZE)
+    return (
+        math.ceil(part.weight_rows / BLOCK_SIZE),
+        math.ceil(part.weight_columns / BLOCK_SIZE),
+    )
 
 
 @torch.no_grad()
 def measure_part(part: WeightPart, scaling: Scaling) -> torch.Tensor:
-    """Return the largest magnitudes in a part of a weight, flat and in fp32; zero for what the part
-    does not contain.
+    """Return the largest magnitude per scale of the weight, flat and in fp32.
+
+    Scales without an element in the part get zero, which a maximum over the ranks ignores.
     """
-    elements = part.elements
-    shape = _magnitude_shape(part, scaling)
-    magnitudes = torch.zeros(shape, dtype=torch.float32, device=elements.device)
-    if elements.numel() == 0:
-        return magnitudes.view(-1)
-    if scaling == "tensorwise":
-        magnitudes.copy_(elements.abs().amax())
-        return magnitudes.view(-1)
-    squares, _ = _covering_squares(part)
-    magnitudes[squares] = fp8_blockwise.measure_squares(_cover(part))
+    magnitudes = torch.zeros(
+        _scale_shape(part, scaling), dtype=torch.float32, device=part.elements.device
+    )
+    if part.elements.numel():
+        if scaling == "tensorwise":
+            magnitudes.copy_(part.elements.abs().amax())
+        else:
+            square_rows, _ = _find_square_rows(part)
+            magnitudes[square_rows] = fp8_blockwise.measure_squares(_place_in_square_rows(part))
     return magnitudes.view(-1)
 
 
 @torch.no_grad()
 def quantize_part(part: WeightPart, magnitudes: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Return the FP8 values of a part of a weight.
+    """Quantize the elements of a part.
 
     Args:
-        part: at least one element.
+        part: must not be empty.
         magnitudes: the maxima of what :func:`measure_part` returned on all ranks.
-        scaling: granularity of scales.
+        scaling: the scaling.
+
+    Returns:
+        FP8 values in the order of the elements, flat.
     """
     if scaling == "tensorwise":
         factor = compute_factor(magnitudes.view(()), FORWARD_DTYPE)
         return _scale_values(part.elements, factor, FORWARD_DTYPE)
-    squares, skipped = _covering_squares(part)
-    grid = magnitudes.view(_magnitude_shape(part, scaling))
-    values = fp8_blockwise.quantize_squares(_cover(part), grid[squares], FORWARD_DTYPE)
-    return values[:, : part.columns].reshape(-1)[skipped : skipped + part.elements.numel()]
+    square_rows, preceding = _find_square_rows(part)
+    part_magnitudes = magnitudes.view(_scale_shape(part, scaling))[square_rows]
+    values = _quantize_squares(_place_in_square_rows(part), part_magnitudes, FORWARD_DTYPE)
+    # Without the padding of the columns, and without what precedes and follows the part.
+    values = values[:, : part.weight_columns].reshape(-1)
+    return values[preceding : preceding + part.elements.numel()]
 
 
+@torch.no_grad()
 def compute_scales(
     part: WeightPart, magnitudes: torch.Tensor, scaling: Scaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales of the weight and of its transpose, as :func:`.fp8.quantize_weight` does.
+    """Return ``scale`` and ``transposed_scale`` of the whole weight as in :class:`.fp8.Fp8Weight`.
 
-    The arguments are as for :func:`quantize_part`, but the part may be empty.
+    Args:
+        part: a part of the weight; maybe empty.
+        magnitudes: see :func:`quantize_part`.
+        scaling: the scaling.
     """
     if scaling == "tensorwise":
         scale = compute_factor(magnitudes.view(()), FORWARD_DTYPE).reciprocal()
-        return scale, scale.clone()
-    grid = magnitudes.view(_magnitude_shape(part, scaling))
-    return fp8_blockwise.compute_square_scales(grid, FORWARD_DTYPE)
+        return scale, scale
+    return fp8_blockwise.compute_square_scales(
+        magnitudes.view(_scale_shape(part, scaling)), FORWARD_DTYPE
+    )
 
 
-def _covering_squares(part: WeightPart) -> tuple[slice, int]:
-    """Return the rows of squares that contain a part, and the number of elements in them before the
-    part.
+def _find_square_rows(part: WeightPart) -> tuple[slice, int]:
+    """Return the range of square rows, 128 rows of the weight each, that a part touches, and the
+    number of elements in them that precede it.
     """
     end = part.begin + part.elements.numel()
-    first = part.begin // part.columns // BLOCK_SIZE
-    last = math.ceil(math.ceil(end / part.columns) / BLOCK_SIZE)
-    return slice(first, last), part.begin - first * BLOCK_SIZE * part.columns
+    start = part.begin // part.weight_columns // BLOCK_SIZE
+    stop = math.ceil(end / part.weight_columns / BLOCK_SIZE)
+    return slice(start, stop), part.begin - start * BLOCK_SIZE * part.weight_columns
 
 
-def _cover(part: WeightPart) -> torch.Tensor:
-    """Return the rows of the weight whose squares contain a part, zero outside of it."""
-    squares, skipped = _covering_squares(part)
-    rows = (squares.stop - squares.start) * BLOCK_SIZE
-    cover = part.elements.new_zeros(rows * part.columns)
-    cover[skipped : skipped + part.elements.numel()] = part.elements
-    return cover.view(rows, part.columns)
+def _place_in_square_rows(part: WeightPart) -> torch.Tensor:
+    """Return a part in its place among the whole square rows that it touches, zero elsewhere."""
+    square_rows, preceding = _find_square_rows(part)
+    rows = (square_rows.stop - square_rows.start) * BLOCK_SIZE
+    matrix = part.elements.new_zeros(rows, part.weight_columns)
+    matrix.view(-1)[preceding : preceding + part.elements.numel()] = part.elements
+    return matrix

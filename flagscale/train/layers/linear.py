@@ -77,7 +77,8 @@ class _ParallelLinearMixin:
         weight: the rank's part of the weight [out, in].
         accumulator: fp32 accumulator of the weight gradient (:mod:`.wgrad_accumulation`), or None.
         fp8_recipe: FP8 settings, or None for 16-bit GEMMs.
-        fp8_weight: current FP8 values of the weight (:mod:`.fp8_layers`), or None.
+        fp8_weight: current FP8 values of the weight (:mod:`.fp8_layers`), or None. If weights are
+            sharded, they have memory only during passes.
         overlaps_communication: whether communication overlaps with the GEMM
             (:mod:`.tp_comm_overlap`).
         explicit_expert_comm: whether the token dispatcher of experts communicates, not the layer.

@@ -73,7 +73,7 @@ class LocalState:
     def restore(self, description: Mapping[str, Any]) -> None:
         """Restore what :meth:`describe` has returned, after the tensors have been overwritten."""
         state = self._state
-        _gather_kept_weights(state)
+        _take_over_shards(state)
         state.progress.load_state_dict(description["progress"])
         resume_schedule(state.scheduler, description["schedule"])
         state.validation.load_state_dict(description["validation"])
@@ -150,8 +150,8 @@ def _iter_loss_scalers(state: TrainState) -> Iterator[Any]:
             yield scaler
 
 
-def _gather_kept_weights(state: TrainState) -> None:
-    """Complete whole weights in memory from the shards, which have been restored."""
+def _take_over_shards(state: TrainState) -> None:
+    """Let the next forward pass gather the restored shards of weights."""
     for chunk in state.chunks:
         if isinstance(chunk, ShardedDataParallel):
-            chunk.start_param_sync()
+            chunk.take_over_shards()

@@ -186,8 +186,11 @@ class ShardedBucket:
         """
         return self.start_all_gather()
 
-    def invalidate(self) -> None:
-        """Take note that the optimizer has updated this rank's shard of the weights."""
+    def invalidate(self, *, only_trained: bool) -> None:
+        """Take note that this rank's shard of the weights has changed.
+
+        ``only_trained`` tells that those of frozen weights have not.
+        """
 
     def release_weights(self) -> None:
         """Free the unsharded weights."""

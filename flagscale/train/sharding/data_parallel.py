@@ -66,7 +66,7 @@ from flagscale.train.layers.wgrad_accumulation import (
 )
 from flagscale.train.sharding.bucket import Initialize, ShardedBucket
 from flagscale.train.sharding.collectives import create_collectives
-from flagscale.train.sharding.fp8_bucket import Fp8Bucket, quantize_stale_shards
+from flagscale.train.sharding.fp8_bucket import Fp8Bucket, quantize_shards
 from flagscale.train.sharding.partition import ChunkPartition, has_embedding_in_head
 from flagscale.train.sharding.unit import ShardedUnit
 from flagscale.train.state import unwrap_model
@@ -186,7 +186,9 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
         """Quantize the shards of FP8 weights that have changed. Collective."""
         buckets = [b for b in self.iter_buckets() if isinstance(b, Fp8Bucket) and b.is_stale]
         if buckets:
-            quantize_stale_shards(buckets, self._collectives[False].group)
+            # No rank still reads the values that are overwritten: each has waited for its
+            # all-gathers before it takes part in the exchange of magnitudes.
+            quantize_shards(buckets, self._collectives[False].group)
             self._synchronize_ranks()
 
     def _prefetch_first_units(self) -> None:
@@ -374,13 +376,20 @@ class ShardedDataParallel(_BaseDataParallel):  # type: ignore[misc]
 
         The next forward pass gathers them, or this method with ``force_sync``.
         """
-        self._synchronize_ranks()
-        for unit in self._units:
-            unit.invalidate()
+        self._invalidate_units(only_trained=True)
         if force_sync:
             self._quantize_shards()
             for unit in self._units:
                 unit.all_gather()
+
+    def take_over_shards(self) -> None:
+        """Require a new all-gather, because all shards of the weights have been overwritten."""
+        self._invalidate_units(only_trained=False)
+
+    def _invalidate_units(self, *, only_trained: bool) -> None:
+        self._synchronize_ranks()
+        for unit in self._units:
+            unit.invalidate(only_trained=only_trained)
 
     def _synchronize_ranks(self) -> None:
         for collectives in self._collectives.values():

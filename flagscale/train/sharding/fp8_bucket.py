@@ -1,12 +1,14 @@
-"""Buckets of weights that layers use in FP8 only.
+"""Buckets of weights that layers read only as FP8 values.
 
-The 16-bit weights stay in shards during training. What is gathered before a pass is their FP8
-values: in 8 bits where the ranks can quantize their shards, otherwise the 16-bit weights, which are
-quantized on arrival and released. The values and their transposes have memory only while a layer
-computes.
+With ``tensorwise`` and ``blockwise`` scaling, each rank quantizes its shard of the weights in the
+first forward pass after they have changed, and what is gathered before a layer computes is FP8. The
+scales are those of whole weights, for which the ranks exchange the largest magnitudes in their
+shards (:mod:`flagscale.train.layers.fp8_parts`). With ``rowwise`` scaling the 16-bit weights are
+gathered, quantized on arrival and released.
 
-With 8 bits, the ranks exchange the largest magnitudes in their shards once per step, so that the
-scales are those of whole weights (:mod:`flagscale.train.layers.fp8_parts`).
+The FP8 values of weights and of their transposes have memory from the start of the all-gather until
+they are released after the layer. The transposes, which only backward passes read, are written
+before those. Scales always have memory.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from flagscale.train.layers import fp8_parts
 from flagscale.train.layers.fp8 import FORWARD_DTYPE, Fp8Weight, quantize_weight
+from flagscale.train.layers.fp8_blockwise import MAX_WEIGHT_SHAPES
 from flagscale.train.layers.fp8_layers import Fp8Linears
 from flagscale.train.layers.fp8_parts import WeightPart
 from flagscale.train.layers.jit import compiled_if_faster
@@ -28,34 +31,39 @@ from flagscale.train.sharding.collectives import ShardCollectives
 from flagscale.train.sharding.deferred import lacks_memory
 
 _ALIGNED_BYTES = 256
-"""Multiple of the address of each matrix."""
+"""Multiple of the size of each matrix that is not gathered, so that the next one is aligned."""
 
 
-@compiled_if_faster(dynamic=True)
+@compiled_if_faster(dynamic=True, max_shapes=MAX_WEIGHT_SHAPES)
 def _copy_transposed(values: torch.Tensor, transposed: torch.Tensor) -> None:
+    # Compiled, because torch's kernel writes single bytes across rows.
     transposed.copy_(values.t())
 
 
-class _Memory(NamedTuple):
-    """Memory of an FP8 weight: bytes of the values of the weight and of its transpose, both with
-    padded columns, and the scales of both.
+class _WeightMemory(NamedTuple):
+    """Memory of an FP8 weight.
 
-    ``is_gathered`` tells whether ``values`` is a part of what is gathered, so that nothing has to
-    be copied on arrival.
+    Attributes:
+        values: bytes of the values of the weight; with blockwise scaling columns are padded.
+        scale: its scales.
+        transposed: bytes of the values of its transpose, padded in the same way.
+        transposed_scale: its scales.
+        is_part_of_gathered: whether ``values`` is a part of what is gathered, because it has no
+            padding. Otherwise what is gathered is copied to it.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
     transposed: torch.Tensor
     transposed_scale: torch.Tensor
-    is_gathered: bool
+    is_part_of_gathered: bool
 
 
 class Fp8Bucket(ShardedBucket):
     """Weights of FP8 linear layers that are sharded over one process group.
 
     It sets ``fp8_weight`` of the layers. ``param_data`` has memory only while the 16-bit weights
-    are read or written to, such as for checkpoints.
+    are read or written to, such as for checkpoints, and with rowwise scaling while they arrive.
 
     Attributes:
         fp8_weights: FP8 values and scales of each weight.
@@ -74,52 +82,58 @@ class Fp8Bucket(ShardedBucket):
         Args:
             params: the weights, at least one, all of one dtype.
             collectives: collectives of at least two data-parallel ranks.
-            fp8_linears: the layers that have the weights.
-            **options: see the base class.
+            fp8_linears: the FP8 layers of the model chunk.
+            **options: other arguments of the base class; ``shards_weights`` must be true.
         """
         super().__init__(params, collectives, **options)
+        assert self._shards_weights
         self._scaling = fp8_linears.scaling
-        self._gathers_fp8 = fp8_parts.can_quantize_parts(self._scaling)
-        self._is_stale = self._gathers_fp8
-        self._are_transposed = False
-        self._value_shard: torch.Tensor | None = None
-        if self._gathers_fp8:
-            self._value_shard = collectives.allocate_shared(self._shard_numel, torch.uint8)
-            self._value_shard.zero_()
-        self._create_memory(fp8_linears.by_weight)
+        self._has_transposes = False
+        self._is_stale = False
+        self._fp8_shard: torch.Tensor | None = None  # None: 16-bit weights are gathered
+        if fp8_parts.can_quantize_parts(self._scaling):
+            self._fp8_shard = collectives.allocate_shared(self._shard_numel, torch.uint8)
+            self._fp8_shard.zero_()  # the padding between weights
+            self._is_stale = True
+        self._allocate_weights(fp8_linears.by_weight)
 
-    def _create_memory(self, linears: Mapping[torch.nn.Parameter, Any]) -> None:
-        """Set the FP8 weights of the layers to views of one tensor, which has no memory so far."""
+    def _allocate_weights(self, linears: Mapping[torch.nn.Parameter, Any]) -> None:
+        """Set the FP8 weights of the layers, whose values are views of one storage, and release the
+        storage.
+        """
         device = self.weight_shard.device
-        weights = {
-            # An empty weight of the same shape tells the shapes of values and scales.
+        gathered_numel = 0 if self._fp8_shard is None else self.numel
+        # Quantization on the meta device tells shapes and strides without memory.
+        outlines = {
             param: quantize_weight(torch.zeros_like(param, device="meta"), self._scaling)
             for param in self.params_list
         }
-        sizes = [self.numel] if self._gathers_fp8 else []
-        for param, weight in weights.items():
-            is_gathered = self._gathers_fp8 and weight.weight.shape == param.shape
-            sizes += [0 if is_gathered else weight.weight.numel(), weight.transposed.numel()]
+        needs_values = {
+            param: self._fp8_shard is None or outline.weight.shape != param.shape
+            for param, outline in outlines.items()
+        }
+        sizes = [gathered_numel]
+        for param, outline in outlines.items():
+            sizes += [outline.weight.numel() * needs_values[param], outline.transposed.numel()]
         sizes = [math.ceil(size / _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
-        self._storage = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        parts = iter(torch.split(self._storage, sizes))
-        self._gathered = next(parts)[: self.numel] if self._gathers_fp8 else self._storage[:0]
-        self._memory_of: dict[torch.nn.Parameter, _Memory] = {}
+        self._all_values = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        pieces = iter(torch.split(self._all_values, sizes))
+        self._gathered = next(pieces)[:gathered_numel]
+        self._memory: dict[torch.nn.Parameter, _WeightMemory] = {}
         self.fp8_weights: dict[torch.nn.Parameter, Fp8Weight] = {}
-        for param, weight in weights.items():
-            own_values, transposed = next(parts), next(parts)
-            is_gathered = own_values.numel() == 0
-            values = self._view(self._gathered, param) if is_gathered else own_values
-            memory = _Memory(
-                values.view(-1)[: weight.weight.numel()].view(weight.weight.shape),
-                torch.empty_like(weight.scale, device=device),
-                transposed[: weight.transposed.numel()].view(weight.transposed.shape),
-                torch.empty_like(weight.transposed_scale, device=device),
-                is_gathered,
+        for param, outline in outlines.items():
+            own_values, transposed = next(pieces), next(pieces)
+            values = own_values if needs_values[param] else self._view(self._gathered, param)
+            memory = _WeightMemory(
+                values.view(-1)[: outline.weight.numel()].view(outline.weight.shape),
+                torch.empty_like(outline.scale, device=device),
+                transposed[: outline.transposed.numel()].view(outline.transposed.shape),
+                torch.empty_like(outline.transposed_scale, device=device),
+                not needs_values[param],
             )
-            self._memory_of[param] = memory
-            # The data of a tensor has a version counter of its own: what is gathered for the
-            # backward pass is no change of what autograd has saved.
+            self._memory[param] = memory
+            # ``.data`` has a version counter of its own: gathering again for the backward pass is
+            # no change of what autograd has saved in the forward pass.
             self.fp8_weights[param] = Fp8Weight(
                 memory.values.view(FORWARD_DTYPE).data,
                 memory.scale.data,
@@ -127,52 +141,53 @@ class Fp8Bucket(ShardedBucket):
                 memory.transposed_scale.data,
             )
             linears[param].fp8_weight = self.fp8_weights[param]
-        self._storage.untyped_storage().resize_(0)
+        self._all_values.untyped_storage().resize_(0)
 
-    # Quantization of the shards
+    # Quantization of the shard
 
-    def invalidate(self) -> None:
-        if self.gradient_shard is not None:  # frozen weights do not change
-            self._is_stale = self._gathers_fp8
+    def invalidate(self, *, only_trained: bool) -> None:
+        if self.gradient_shard is not None or not only_trained:
+            self._is_stale = self._fp8_shard is not None
 
     def update_shard(self) -> None:
         super().update_shard()
-        self._is_stale = self._gathers_fp8
+        self.invalidate(only_trained=False)
 
     @property
     def is_stale(self) -> bool:
-        """True if the shard of the weights has changed since it was quantized."""
+        """True if the shard must be quantized before the next all-gather. Always false with rowwise
+        scaling.
+        """
         return self._is_stale
 
     def measure_shard(self) -> torch.Tensor:
-        """Return the largest magnitudes in this rank's shard, flat and in fp32."""
-        return torch.cat(
-            [
-                fp8_parts.measure_part(self._get_part(param), self._scaling)
-                for param in self.params_list
-            ]
-        )
+        """Return the largest magnitude per scale of each weight, flat, in the order of
+        ``params_list``. Only elements in this rank's shard count.
+        """
+        parts = (self._get_part(param) for param in self.params_list)
+        return torch.cat([fp8_parts.measure_part(part, self._scaling) for part in parts])
 
     @torch.no_grad()
     def quantize_shard(self, magnitudes: torch.Tensor) -> None:
-        """Quantize this rank's shard.
+        """Quantize this rank's shard. Unsharded values must have been released.
 
         Args:
             magnitudes: the maxima of what :meth:`measure_shard` returned on all ranks.
         """
-        assert self._value_shard is not None
-        parts = {param: self._get_part(param) for param in self.params_list}
-        counts = [fp8_parts.count_magnitudes(part, self._scaling) for part in parts.values()]
-        for (param, part), maxima in zip(
-            parts.items(), torch.split(magnitudes, counts), strict=True
-        ):
-            scales = fp8_parts.compute_scales(part, maxima, self._scaling)
-            memory = self._memory_of[param]
-            memory.scale.copy_(scales[0])
-            memory.transposed_scale.copy_(scales[1])
+        assert self._fp8_shard is not None
+        assert lacks_memory(self._all_values), "layers would read old values with new scales"
+        parts = [self._get_part(param) for param in self.params_list]
+        counts = [fp8_parts.count_magnitudes(part, self._scaling) for part in parts]
+        pieces = torch.split(magnitudes, counts)
+        for param, part, piece in zip(self.params_list, parts, pieces, strict=True):
+            # Every rank needs the scales of all weights, also of those outside its shard.
+            memory = self._memory[param]
+            scale, transposed_scale = fp8_parts.compute_scales(part, piece, self._scaling)
+            memory.scale.copy_(scale)
+            memory.transposed_scale.copy_(transposed_scale)
             if part.elements.numel():
-                values = fp8_parts.quantize_part(part, maxima, self._scaling)
-                self._select(self._value_shard, param).copy_(values.view(torch.uint8))
+                values = fp8_parts.quantize_part(part, piece, self._scaling)
+                self._select(self._fp8_shard, param).copy_(values.view(torch.uint8))
         self._is_stale = False
 
     def _get_part(self, param: torch.nn.Parameter) -> WeightPart:
@@ -184,58 +199,60 @@ class Fp8Bucket(ShardedBucket):
     # Gathering
 
     def start_all_gather(self) -> Any:
-        """Start to all-gather what the FP8 values are made of.
+        """Start to all-gather the FP8 values, or the 16-bit weights with rowwise scaling.
 
         Returns:
             Handle whose ``wait`` must be called before :meth:`finish_all_gather`.
         """
-        assert not self._is_stale, "weights changed and were not quantized"
-        if lacks_memory(self._storage):
-            self._storage.untyped_storage().resize_(self._storage.numel())
-        self._are_transposed = False
-        if self._value_shard is None:
+        assert not self._is_stale, "call quantize_shards after the weights have changed"
+        self._all_values.untyped_storage().resize_(self._all_values.numel())
+        self._has_transposes = False
+        if self._fp8_shard is None:
             return super().start_all_gather()
-        return self._collectives.start_all_gather(self._gathered, self._value_shard)
+        return self._collectives.start_all_gather(self._gathered, self._fp8_shard)
 
     @torch.no_grad()
     def finish_all_gather(self) -> None:
-        if self._value_shard is None:
-            for param in self.params_list:
-                weight = quantize_weight(self._view(self.param_data, param), self._scaling)
-                memory = self._memory_of[param]
-                memory.values.copy_(weight.weight.view(torch.uint8))
-                memory.scale.copy_(weight.scale)
-                memory.transposed.copy_(weight.transposed.view(torch.uint8))
-                memory.transposed_scale.copy_(weight.transposed_scale)
-            super().release_weights()
-            self._are_transposed = True
+        """Write the FP8 values that were not gathered into their place."""
+        if self._fp8_shard is None:
+            self._quantize_gathered_weights()
             return
-        for param, memory in self._memory_of.items():
-            if not memory.is_gathered:
-                memory.values.zero_()
+        for param, memory in self._memory.items():
+            if not memory.is_part_of_gathered:
                 columns = param.shape[1]
+                memory.values[:, columns:].zero_()  # GEMMs read the padding
                 memory.values[:, :columns].copy_(self._view(self._gathered, param))
+
+    def _quantize_gathered_weights(self) -> None:
+        for param, memory in self._memory.items():
+            weight = quantize_weight(self._view(self.param_data, param), self._scaling)
+            memory.values.copy_(weight.weight.view(torch.uint8))
+            memory.scale.copy_(weight.scale)
+            memory.transposed.copy_(weight.transposed.view(torch.uint8))
+            memory.transposed_scale.copy_(weight.transposed_scale)
+        super().release_weights()  # not those of this class: the FP8 values stay
+        self._has_transposes = True
 
     @torch.no_grad()
     def prepare_backward(self) -> None:
-        if self._are_transposed:
+        """Write the values of the transposes unless that has been done."""
+        if self._has_transposes:
             return
-        for param, memory in self._memory_of.items():
+        for param, memory in self._memory.items():
             rows = param.shape[0]
-            if memory.transposed.shape[1] > rows:
-                memory.transposed[:, rows:].zero_()
+            memory.transposed[:, rows:].zero_()
             _copy_transposed(self._view(self._gathered, param), memory.transposed[:, :rows])
-        self._are_transposed = True
+        self._has_transposes = True
 
     def start_all_gather_weights(self) -> Any:
         return super().start_all_gather()
 
     def release_weights(self) -> None:
         super().release_weights()
-        self._storage.untyped_storage().resize_(0)
+        self._all_values.untyped_storage().resize_(0)
 
 
-def quantize_stale_shards(buckets: Sequence[Fp8Bucket], group: dist.ProcessGroup) -> None:
+def quantize_shards(buckets: Sequence[Fp8Bucket], group: dist.ProcessGroup) -> None:
     """Quantize the shards of buckets. Collective.
 
     Args:
@@ -245,6 +262,6 @@ def quantize_stale_shards(buckets: Sequence[Fp8Bucket], group: dist.ProcessGroup
     measured = [bucket.measure_shard() for bucket in buckets]
     magnitudes = torch.cat(measured)
     dist.all_reduce(magnitudes, op=dist.ReduceOp.MAX, group=group)
-    sizes = [len(part) for part in measured]
-    for bucket, part in zip(buckets, torch.split(magnitudes, sizes), strict=True):
-        bucket.quantize_shard(part)
+    pieces = torch.split(magnitudes, [len(piece) for piece in measured])
+    for bucket, piece in zip(buckets, pieces, strict=True):
+        bucket.quantize_shard(piece)

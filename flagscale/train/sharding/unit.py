@@ -92,12 +92,15 @@ class ShardedUnit:
                 bucket.release_weights()
             self._is_unsharded = False
 
-    def invalidate(self) -> None:
-        """Require an all-gather before the next use, because the shards of the weights changed."""
+    def invalidate(self, *, only_trained: bool) -> None:
+        """Require an all-gather before the next use, because the shards of the weights changed.
+
+        ``only_trained`` tells that those of frozen weights did not.
+        """
         self.release()
         self._is_unsharded = False
         for bucket in self.buckets:
-            bucket.invalidate()
+            bucket.invalidate(only_trained=only_trained)
 
     def update_shards(self) -> None:
         """Copy this rank's parts of the unsharded weights, which were written to, to its shards.
