@@ -94,6 +94,8 @@ ROOT = Path(__file__).parents[2]
 
 # Positional fields of LayoutCase: name, world_size, model, layout, reference. A reference case has
 # no arguments of a layout unless it changes the batch, and the reference "".
+FP8_FROZEN = f"{COMPILED} --fp8 hybrid --freeze-parameters embedding decoder.layers.*.mlp"
+
 REFERENCE_CASES = (
     LayoutCase("llama", 1, LLAMA, "", ""),
     LayoutCase("tied", 1, TIED, "", ""),
@@ -106,6 +108,7 @@ REFERENCE_CASES = (
     LayoutCase("all-losses-mbs3", 1, MOE_ALL_LOSSES, MBS3, ""),
     LayoutCase("bf16", 1, BF16, "", ""),
     LayoutCase("bf16-short", 1, SHORT_BF16, "", ""),
+    LayoutCase("fp8-frozen", 1, SHORT_BF16, FP8_FROZEN, ""),
     LayoutCase("fp16-overflow", 1, FP16_HYSTERESIS_1, "", "", overflow=(0, 1)),
     LayoutCase("llama-6", 1, LLAMA, "--global-batch-size 6", ""),
     LayoutCase("tied-6", 1, TIED, "--global-batch-size 6", ""),
@@ -395,6 +398,14 @@ HOMOGENEOUS_CASES = (
     # The values of gathered weights are those of one rank; the order of sums is not.
     LayoutCase(
         "fp8-dp2-sharded", 2, SHORT_BF16, f"{COMPILED} {SHARD_WEIGHTS} --fp8 hybrid", "fp8", 2e-3
+    ),
+    LayoutCase(
+        "fp8-frozen-dp2-sharded",
+        2,
+        SHORT_BF16,
+        f"{FP8_FROZEN} {SHARD_WEIGHTS}",
+        "fp8-frozen",
+        2e-3,
     ),
     LayoutCase(
         "fp8-rowwise-dp2-sharded",
@@ -954,7 +965,8 @@ RARELY_TRAINED = frozenset({
     "moe-cp2", "all-losses-mbs2-per-token", "bf16-tp2-sp", "bf16-pp2", "fp16", "compiled-gpt2",
     "compiled-fp16", "compiled-tp2", "compiled-moe-ep2", "compiled-moe-tp2",
     "compiled-gpt2-tp2-sp", "moe-grouped-bf16", "moe-grouped-tp2", "fp8-e4m3-rowwise",
-    "fp16-dp2-sharded", "fp8-dp2-sharded", "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
+    "fp16-dp2-sharded", "fp8-dp2-sharded", "fp8-frozen-dp2-sharded", "fp8-rowwise-dp2-sharded",
+    "masked-dp2-do", "mtp-cp2-per-token", "pp2-vpp2",
     "mla-moe-lora-experts-compiled-grouped-tp2-sp-etp2-do", "muon-tp2", "muon-moe-ep2",
     "muon-mla-tp2-do", "fp8", "lora-tp2", "lora-compiled-tp2-sp-recompute", "moe-lora-ep2",
     "mla-moe-lora-tp2-sp-ep2-do", "compiled-tied", "compiled-bf16", "compiled-bf16-lean",
