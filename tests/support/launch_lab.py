@@ -74,6 +74,16 @@ def with_process(state: RunState, process: Process, boot_id: str) -> RunState:
     return replace(state, hosts=(first, *state.hosts[1:]))
 
 
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    """Wait until a process has printed a line with this text."""
+    stream = process.stdout
+    assert stream is not None
+    for line in stream:
+        if text in line:
+            return
+    raise AssertionError(f"the output has ended without {text!r}")
+
+
 def script_process(state: RunState) -> Process:
     """Return the script's process on a run's first host."""
     host = state.hosts[0]

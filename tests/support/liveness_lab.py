@@ -228,7 +228,8 @@ class AgentHosts:
         defaults["nproc"] = 1
         if self.count > 1:
             defaults |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
-            defaults |= {"lost_host_timeout": 3.0, "master_name": "h0"}
+            # A short pause of an agent must not count as a loss.
+            defaults |= {"lost_host_timeout": 20.0, "master_name": "h0"}
             defaults |= {"hosts": (f"h[0-{self.count - 1}]",)}
         return AgentOptions(
             run_name="toy",

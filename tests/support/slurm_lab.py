@@ -30,7 +30,7 @@ from flagscale.launcher.runners.slurm.runner import SlurmRunner
 from support.full_disk import small_disk
 from support.launch_lab import Lab
 from support.needs import require_program
-from support.waiting import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 from support.warm_programs import run_command_line
 
 # Joins, runs until SIGTERM, then saves and exits. FAIL is the exit code of rank 1. MEET is a
@@ -157,7 +157,11 @@ class SlurmLab(Lab):
         return [*self.cluster.user.command_prefix, "env", *inside, *super().command(*words)]
 
     def run_action(
-        self, action: str, *words: str, wrapper: Sequence[str] = (), timeout: float = 60.0
+        self,
+        action: str,
+        *words: str,
+        wrapper: Sequence[str] = (),
+        timeout: float = PATIENCE_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
         if wrapper:
             return super().run_action(action, *words, wrapper=wrapper, timeout=timeout)

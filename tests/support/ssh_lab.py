@@ -31,10 +31,11 @@ from flagscale.status import StatusWriter
 rank = int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
 status.write("started", rank=rank)
-status.write("joined", backend="none")
+# Before it joins, because the launcher is done then, and a test may read the line or stop the run.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 # Labelled like the output of torchrun.
 print(f"{os.uname().nodename}:{rank}: rank {rank} works", flush=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+status.write("joined", backend="none")
 for step in range(10_000):
     if rank == 0:
         status.write("progress", step=step, train_steps=10_000, loss=1.0, tokens_per_second=10.0)
@@ -76,7 +77,7 @@ class SshLab:
                 "ssh_config": str(self.bed.ssh_config),
                 "nproc_per_node": self.slots,
                 "stop_grace": 3,
-                "start_timeout": 60,
+                "start_timeout": PATIENCE_SECONDS,
             },
             "envs": {"OMP_NUM_THREADS": 1},
         }

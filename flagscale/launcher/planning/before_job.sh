@@ -24,7 +24,13 @@ if [[ -e $agent_file ]]; then
     [[ $record =~ $agent_pattern ]] && refuse_if_alive agent "${BASH_REMATCH[@]:1:3}"
 fi
 if [[ -e $script_file ]]; then
-    read -r other_pid other_ticks other_boot <"$script_file"
+    other_pid= other_ticks= other_boot=
+    # Another start may have created the file, and not written to it yet.
+    for ((i = 0; i < 50; i++)); do
+        read -r other_pid other_ticks other_boot <"$script_file" && break
+        [[ -e $script_file ]] || break
+        sleep 0.1
+    done
     refuse_if_alive script "$other_pid" "$other_ticks" "$other_boot"
     rm -f -- "$script_file"
 fi

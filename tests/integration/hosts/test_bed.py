@@ -92,7 +92,7 @@ def test_faults_appear_and_heal(bed: Bed) -> None:
 @pytest.mark.bed(hosts=2, fabric=True)
 def test_a_fabric_joins_hosts_and_not_the_hub(bed: Bed) -> None:
     assert "ok" in run_ssh(bed, "h00", "getent hosts h01-fabric >/dev/null && echo ok")
-    reach = ["timeout", "2", "bash", "-c", "exec 3<>/dev/tcp/h01-fabric/22 && echo reached"]
+    reach = ["timeout", "20", "bash", "-c", "exec 3<>/dev/tcp/h01-fabric/22 && echo reached"]
     assert bed[0].run(reach).stdout == "reached\n"
     assert subprocess.run(reach, capture_output=True, check=False).returncode != 0
 

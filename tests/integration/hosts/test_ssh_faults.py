@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from bed.host import Host, HostProcess
@@ -142,7 +142,7 @@ MID_COMMAND: dict[str, tuple[Fault, type[FlagscaleError] | int]] = {
         e.ConnectionLostError,
     ),
     "job-killed": (
-        lambda host: kill(find_sleepers(host)),
+        lambda host: kill(wait_for(lambda: find_sleepers(host))),
         128 + signal.SIGKILL,
     ),
     "listener-gone": (lambda host: host.stop_sshd(), e.CommandTimeoutError),
@@ -151,7 +151,8 @@ MID_COMMAND: dict[str, tuple[Fault, type[FlagscaleError] | int]] = {
 
 def kill(processes: list[HostProcess], number: signal.Signals = signal.SIGKILL) -> None:
     for process in processes:
-        os.kill(process.pid, number)
+        with suppress(ProcessLookupError):  # the end of another one has ended it
+            os.kill(process.pid, number)
 
 
 def find_sleepers(host: Host) -> list[HostProcess]:

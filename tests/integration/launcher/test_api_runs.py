@@ -41,7 +41,8 @@ def write_config(lab: Lab, **runner: object) -> Path:
 def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
     config = write_config(lab, foreground=True)
     run = flagscale.launch(config, ["+train.model.seed=9"])
-    status = run.status()
+    # The launch waits until the rank has joined, and the step follows.
+    status = wait_for(lambda: (now := run.status()).step is not None and now)
     assert (status.phase.value, status.step, status.loss) == ("running", 3, 2.25)
     assert (run.name, run.directory) == ("lab", lab.exp_dir)
     assert run.wait(timeout=0.2, every=0.1).phase.value == "running"

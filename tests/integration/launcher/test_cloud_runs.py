@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,9 +110,11 @@ class CloudHosts:
                     continue
                 if is_of_host and int(entry.name) not in pids:
                     pids.append(int(entry.name))
-                    os.kill(pids[-1], signal.SIGSTOP)
+                    with suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(pids[-1], signal.SIGSTOP)
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         for rank, process in self._processes.items():

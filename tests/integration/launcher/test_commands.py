@@ -95,7 +95,7 @@ def test_stop_gives_each_rank_its_grace_period(lab: Lab) -> None:
     """The rank that ends first must not end the others as a failure."""
     saving = 'trap "sleep $RANK; echo saved $RANK; exit $((143 * !RANK))" TERM'
     configure_command(
-        lab, "bash", "-c", f"{saving}; echo works; while :; do sleep 0.1; done", stop_grace=6
+        lab, "bash", "-c", f"{saving}; echo works; while :; do sleep 0.1; done", stop_grace=30
     )
     start_result = lab.run_action("run")
     assert "2 rank process(es) are running" in start_result.stdout, start_result.stderr

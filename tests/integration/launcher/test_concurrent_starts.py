@@ -10,6 +10,8 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from support.waiting import PATIENCE_SECONDS, wait_for
 from flagscale.hosts import processes
 from flagscale.hosts.processes import identify_process
 from flagscale.launcher.state import load_state
-from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
+from flagscale.status import RUN_ID_VARIABLE
 
 pytestmark = pytest.mark.integration
 
@@ -31,18 +33,35 @@ KILL_WITHIN_SECONDS = 2.5
 
 
 def live_run_ids(lab: Lab) -> set[str]:
-    """Return the ids of the runs of the experiment that have live processes, from /proc."""
-    prefix = f"{STATUS_DIR_VARIABLE}={lab.layout.logs}/details/".encode()
+    """Return the ids of the runs of the experiment that have live processes, from /proc.
+
+    They run in the directory from which they were started. A script, the first process of its run,
+    does not have the status directory in its environment.
+    """
+    name = f"{RUN_ID_VARIABLE}=".encode()
     run_ids = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            entries = environ.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(entry.startswith(prefix) for entry in entries):
-            name = f"{RUN_ID_VARIABLE}=".encode()
+    for process in processes_in(lab.root):
+        with suppress(OSError):
+            entries = (process / "environ").read_bytes().split(b"\0")
             run_ids |= {e.removeprefix(name).decode() for e in entries if e.startswith(name)}
     return run_ids
+
+
+def processes_in(directory: Path) -> Iterator[Path]:
+    """Yield the directories in /proc of the processes that have this working directory."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == directory:
+                yield process
+
+
+def has_host_programs(lab: Lab) -> bool:
+    """Return whether a program that a launcher has sent to this host is still at work."""
+    for process in processes_in(lab.root):
+        with suppress(OSError):
+            if b'eval "$script"' in (process / "cmdline").read_bytes():
+                return True
+    return False
 
 
 def start_launcher(lab: Lab, *, preflight: bool) -> subprocess.Popen[str]:
@@ -75,7 +94,7 @@ def test_of_several_launchers_one_run_remains_and_is_found(lab: Lab, number: int
         killed[launcher].send_signal(signal.SIGKILL)
     outputs = [launcher.communicate(timeout=PATIENCE_SECONDS)[0] for launcher in launchers]
     # Programs that a killed launcher has sent to the host may still be at work.
-    time.sleep(0.5)
+    wait_for(lambda: not has_host_programs(lab))
     live = live_run_ids(lab)
     assert len(live) <= 1, outputs
     if survivor is not None:

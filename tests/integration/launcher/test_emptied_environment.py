@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_lab import Lab
-from support.waiting import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
@@ -48,7 +48,7 @@ def configure_command(lab: Lab, *words: str, **runner: object) -> None:
 
 
 def test_a_daemon_without_environment_ends_with_the_job(lab: Lab, daemon_file: Path) -> None:
-    configure_command(lab, "bash", "-c", f"{DAEMON} while [[ ! -e pid ]]; do sleep 0.05; done")
+    configure_command(lab, "bash", "-c", f"{DAEMON} while [[ ! -s pid ]]; do sleep 0.05; done")
     result = lab.run_action("test")
     assert result.returncode == 0, result.stderr
     pid = int(daemon_file.read_text())
@@ -82,15 +82,17 @@ def test_a_command_that_empties_its_environment_counts_as_started(
     lab: Lab, daemon_file: Path
 ) -> None:
     """Its ranks get their whole grace period in a stop, too."""
-    saving = 'echo $$ >pid; trap "sleep 1; echo saved >saved; exit 0" TERM; '
+    saving = 'trap "sleep 1; echo saved >saved; exit 0" TERM; echo $$ >pid; '
     waiting = "while :; do sleep 0.05; done"
     configure_command(
-        *(lab, "env", "-i", "bash", "-c", saving + waiting), start_timeout=60, stop_grace=5
+        *(lab, "env", "-i", "bash", "-c", saving + waiting),
+        start_timeout=PATIENCE_SECONDS,
+        stop_grace=30,
     )
     start_time = time.monotonic()
     result = lab.run_action("run")
     assert "1 rank process(es) are running" in result.stdout, result.stderr
-    assert time.monotonic() - start_time < 60
+    assert time.monotonic() - start_time < PATIENCE_SECONDS
     rank = read_process(daemon_file)
     assert json.loads(lab.run_action("query", "json=true").stdout)["state"] == "running"
     assert lab.run_action("stop").returncode == 0
@@ -103,12 +105,12 @@ def test_another_run_that_was_started_from_a_rank_goes_on(lab: Lab, daemon_file:
     other = (
         "env FLAGSCALE_RUN_ID=another setsid bash -c 'echo $$ >pid; env -i sleep 600; echo over' &"
     )
-    configure_command(lab, "bash", "-c", f"{other} while [[ ! -e pid ]]; do sleep 0.05; done")
+    configure_command(lab, "bash", "-c", f"{other} while [[ ! -s pid ]]; do sleep 0.05; done")
     result = lab.run_action("test")
     assert result.returncode == 0, result.stderr
     other_process = read_process(daemon_file)
     assert processes.is_alive(other_process)
-    (child,) = processes.find_descendants(other_process.pid, "another")
+    (child,) = wait_for(lambda: processes.find_descendants(other_process.pid, "another"))
     assert processes.is_alive(child)
     for process in (other_process, child):
         os.kill(process.pid, signal.SIGKILL)

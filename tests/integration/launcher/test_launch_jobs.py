@@ -10,11 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes
+from support.launch_lab import Lab, rank_processes, wait_for_line
 from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
@@ -55,6 +54,13 @@ print("silent", rank, flush=True)
 if os.environ.get("TOY_FAIL") == str(rank):
     sys.exit(3)
 time.sleep(float(os.environ.get("TOY_SECONDS", "600")))
+"""
+
+JOINING = """
+import os, time
+from flagscale.status import StatusWriter
+StatusWriter.from_environment(int(os.environ["RANK"])).write("joined", backend="none")
+time.sleep(600)
 """
 
 SAVING = """
@@ -103,7 +109,8 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert f"run {state.run_id} of lab: 2 rank(s) joined" in start_result.stdout
     assert state.hosts[0].script.name in start_result.stdout
 
-    snapshot = query(lab)
+    # The launcher waits until the ranks have joined, and the steps follow.
+    snapshot = wait_for(lambda: (record := query(lab))["step"] == 3 and record)
     assert (snapshot["state"], snapshot["joined"], snapshot["step"], snapshot["train_steps"]) == (
         "running",
         2,
@@ -117,6 +124,7 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert second_result.returncode == 1
     assert state.run_id in second_result.stderr
 
+    wait_for(lambda: lab.output().count("hello from") == 2)  # torchrun copies it a moment later
     assert "localhost:1: hello from 1" in lab.run_action("logs").stdout
     assert lab.run_action("logs", "rank=1").stdout == "localhost:1: hello from 1\n"
     assert len(lab.run_action("logs", "lines=1").stdout.splitlines()) == 1
@@ -157,9 +165,8 @@ def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
     result = lab.run_action("run")
     assert result.returncode == 1
-    assert (
-        "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in result.stderr
-    )
+    # The exit code is added if the job ends within a few seconds; `query` shows it in any case.
+    assert "localhost: rank 1 failed: ValueError: bad data in shard 7" in result.stderr
     assert "Traceback (most recent call last)" in result.stderr
     assert "stderr.log" in result.stderr
     lab.wait_until_ended()
@@ -181,11 +188,11 @@ def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
         REPORTING,
         light=True,
         envs={"TOY_PLAN": "sleep,hang"},
-        runner={"start_timeout": 10, "stop_grace": 1},
+        runner={"start_timeout": 20, "stop_grace": 1},
     )
-    result = lab.run_action("run", timeout=60)
+    result = lab.run_action("run")
     assert result.returncode == 1
-    assert "not every rank joined within 10 s; missing: 1" in result.stderr
+    assert "not every rank joined within 20 s; missing: 1" in result.stderr
     assert "start_timeout" in result.stderr
     assert lab.run_processes() == []
 
@@ -237,13 +244,10 @@ def test_other_checkout_uses_its_own_packages(lab: Lab) -> None:
 
 
 def test_interrupt_of_a_start_says_that_the_run_is_stopped(lab: Lab) -> None:
-    """SILENT never joins, so the launcher waits for its ranks."""
-    lab.configure(SILENT, light=False)
+    """Its ranks take no step, so the launcher waits for the first one."""
+    lab.configure(JOINING, light=False, runner={"wait_for": "step"})
     launcher = lab.start("run")
-    for _ in range(600):
-        if lab.layout.state.exists() and "silent" in lab.output():
-            break
-        time.sleep(0.1)
+    wait_for_line(launcher, "waiting for the first step")
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 130
@@ -259,10 +263,7 @@ def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int
     """The run ends with its launcher, even if the launcher is killed."""
     lab.configure(SILENT, light=True)
     launcher = lab.start("test")
-    assert launcher.stdout is not None
-    for line in launcher.stdout:
-        if "silent" in line:
-            break
+    wait_for_line(launcher, "silent")
     launcher.send_signal(number)
     output, errors = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == code

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.launch_lab import Lab, rank_processes
+from support.launch_lab import Lab, rank_processes, wait_for_line
 from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
@@ -79,7 +79,7 @@ def test_an_ignored_hang_up_ends_neither_launcher_nor_agent_nor_ranks(lab: Lab) 
 def test_a_hang_up_that_was_not_ignored_ends_the_foreground_run(lab: Lab) -> None:
     configure_command(lab, "echo works; sleep 600")
     process = lab.start("test")
-    wait_for(lambda: lab.layout.state.exists() and "works" in lab.output())
+    wait_for_line(process, "works")  # the launcher shows it, and handles signals by now
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 128 + signal.SIGHUP
     lab.wait_until_ended(20)

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 def test_a_killed_rank_costs_no_more_than_a_step(lab: Lab) -> None:
     train = train_sections(
-        400, device="cpu", checkpoint={"save": None, "non_persistent_save_interval": 1}
+        None, device="cpu", checkpoint={"save": None, "non_persistent_save_interval": 1}
     )
     runner = {"nproc_per_node": 2, "max_restarts": 1}
     lab.configure("", task={"entrypoint": str(PROGRAM)}, runner=runner, train=train)

@@ -56,7 +56,13 @@ def test_failure_before_another_attempt_does_not_end_the_wait(lab: Lab) -> None:
 
 
 def test_run_that_is_stopped_in_the_meantime_is_no_failure(lab: Lab) -> None:
-    lab.configure("import time\nprint('up', flush=True)\ntime.sleep(600)\n", light=True)
+    # It reports something, so that it does not count as started without having joined.
+    program = (
+        "import os, time\nfrom flagscale.status import StatusWriter\n"
+        "StatusWriter.from_environment(int(os.environ['RANK'])).write('started')\n"
+        "print('up', flush=True)\ntime.sleep(600)\n"
+    )
+    lab.configure(program, light=True)
     launcher = lab.start("run")
     wait_for(lambda: lab.layout.state.exists() and "up" in lab.output())
     assert lab.run_action("stop").returncode == 0
@@ -80,7 +86,9 @@ def test_failure_of_the_last_attempt_is_reported(lab: Lab) -> None:
 
 
 def test_wait_for_none_returns_at_once(lab: Lab) -> None:
-    lab.configure(STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 9"})
+    lab.configure(
+        STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 600"}
+    )
     result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     assert "its scripts were started" in result.stdout

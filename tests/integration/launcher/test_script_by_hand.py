@@ -13,7 +13,12 @@ from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.hosts import processes
-from flagscale.launcher.layout import HOST_RECORD_FILE, STATUS_DIRECTORY
+from flagscale.launcher.layout import (
+    AGENT_FILE,
+    HOST_RECORD_FILE,
+    OUTPUT_TIMES_FILE,
+    STATUS_DIRECTORY,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -54,6 +59,10 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
         # The agent records the host beside the ranks. The digest of the code comes last.
         record = state.hosts[0].run_dir / STATUS_DIRECTORY / HOST_RECORD_FILE
         wait_for(lambda: record.exists() and '"kind": "code"' in record.read_text())
+        # It also adds the output's size to an index some seconds after the output has grown.
+        index = state.hosts[0].run_dir / OUTPUT_TIMES_FILE
+        size = str(state.hosts[0].output.stat().st_size)
+        wait_for(lambda: index.exists() and index.read_text().split()[-1] == size)
     (marks / "before").unlink()
     written = files_below(bench.root)
     script = str(state.hosts[0].script)
@@ -84,6 +93,8 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
         for _ in range(8)
     ]
     wait_for(lambda: sum(script.poll() is not None for script in scripts) == 7)
+    # Once it has started its agent, it has recorded its pid and handles signals.
+    wait_for((planned.hosts[0].run_dir / AGENT_FILE).exists)
     for script in scripts:
         if script.poll() is None:
             assert script.pid == int(planned.hosts[0].pid_file.read_text())
@@ -105,5 +116,5 @@ def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
     assert script.stdout is not None
     wait_for(lambda: "ready" in script.stdout.readline())
     os.killpg(script.pid, signal.SIGINT)  # as a terminal does
-    assert script.wait(20) == 130
+    assert script.wait(PATIENCE_SECONDS) == 130
     assert processes.find_run_processes(planned.run_id) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.full_disk import fill_disk, small_disk
 from support.launch_lab import Lab
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -49,7 +50,9 @@ def test_a_directory_that_cannot_be_written_is_a_configuration_error(
         fill_disk(disk)
         expected = "No space left on device\n  hint: make room there, or set another directory\n"
     else:
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        remount = ["mount", "-o", "remount,ro", str(disk)]
+        # It is refused while the killed process that recorded the host still has its file open.
+        wait_for(lambda: subprocess.run(remount, check=False).returncode == 0)
         expected = "Read-only file system\n  hint: set another directory\n"
     result = lab.run_action("run", *WITHOUT_CHECKS)
     assert result.returncode == 2, result.stderr

@@ -38,8 +38,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def start(lab: Lab, program: str = SLEEPING) -> None:
-    lab.configure(program, light=True, runner={"stop_grace": 1})
+def start(lab: Lab, program: str = SLEEPING, stop_grace: int = 30) -> None:
+    """Start a program. Ranks that end when they are stopped do not use up their grace period."""
+    lab.configure(program, light=True, runner={"stop_grace": stop_grace})
     result = lab.run_action("run")
     assert result.returncode == 0, result.stderr
     wait_for(lambda: lab.output().count("ready") == 2)
@@ -49,8 +50,8 @@ def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
     lab = replace(lab, exp_dir=disk / "exp")
     try:
         start(lab)
-        fill_disk(disk)
-        assert shutil.disk_usage(disk).free == 0
+        # A file that the run replaces meanwhile leaves room.
+        wait_for(lambda: fill_disk(disk) and shutil.disk_usage(disk).free == 0)
         result = lab.run_action("stop")
         assert lab.run_processes() == []
         assert "stopped in" in result.stdout
@@ -84,19 +85,19 @@ def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None
     ],
 )
 def test_a_rank_that_had_to_be_killed_is_named(lab: Lab, program: str, other_output: str) -> None:
-    start(lab, program)
+    start(lab, program, stop_grace=5)
     os.kill(rank_processes(lab.state())[1].pid, signal.SIGSTOP)
     result = lab.run_action("stop")
     assert (result.returncode, lab.run_processes()) == (0, [])
     assert "stopped in" in result.stdout
     assert result.stderr == (
-        "warning: rank 1 on localhost did not end within the 1 s of runner.stop_grace and was "
+        "warning: rank 1 on localhost did not end within the 5 s of runner.stop_grace and was "
         f"killed; {other_output}\n"
     )
 
 
 def test_stop_without_an_agent(lab: Lab) -> None:
-    start(lab)
+    start(lab, stop_grace=1)
     state = lab.state()
     ranks = rank_processes(state).values()
     helpers = [p.pid for p in processes.find_run_processes(state.run_id) if p not in ranks]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from support.launch_lab import Lab
 from support.waiting import PATIENCE_SECONDS, wait_for
 
-from flagscale.launcher.state import load_state
+from flagscale.launcher.state import RunState, load_state
 from flagscale.launcher.sweep_runs import find_sweep
 
 pytestmark = pytest.mark.integration
@@ -40,6 +41,12 @@ def run_sweep(lab: Lab, action: str, *words: str) -> tuple[int, list[dict[str, A
     """Run an action of a sweep; return the exit code, one record per run, and stderr."""
     result = lab.run_action(action, "-m", "json=true", *words)
     return result.returncode, json.loads(result.stdout or "[]"), result.stderr
+
+
+def read_states(lab: Lab, seeds: Sequence[int]) -> list[RunState]:
+    """Return the states of the runs of a sweep."""
+    states = [load_state(lab.exp_dir / f"seed={n}" / "logs" / "state.json") for n in seeds]
+    return [state for state in states if state is not None]
 
 
 def test_a_sweep_from_its_plan_to_its_table(sweep_lab: Lab) -> None:
@@ -117,14 +124,16 @@ def test_signal_ends_the_started_runs(sweep_lab: Lab, number: int) -> None:
 def test_slow_runs_are_stopped_in_parallel(sweep_lab: Lab) -> None:
     """A second signal reports the runs that are still alive."""
     ignoring_term = PROGRAM.replace("import os,", "import signal, os,").replace(
-        "seed = int", "signal.signal(signal.SIGTERM, lambda *_: time.sleep(60))\nseed = int"
+        "seed = int", "signal.signal(signal.SIGTERM, ignore)\nseed = int"
     )
-    sweep_lab.configure(ignoring_term, light=True, runner={"nproc_per_node": 1, "stop_grace": 4})
+    ignoring_term = f"def ignore(*_):\n    print('ignored', flush=True)\n{ignoring_term}"
+    sweep_lab.configure(ignoring_term, light=True, runner={"nproc_per_node": 1, "stop_grace": 10})
     seeds = "+train.model.seed=301,302,303"
     launcher = sweep_lab.start("run", "-m", "--jobs", "3", seeds)
     wait_for(lambda: [run["step"] for run in run_sweep(sweep_lab, "query", seeds)[1]] == [3] * 3)
     launcher.send_signal(signal.SIGINT)
-    time.sleep(1)
+    outputs = [state.hosts[0].output for state in read_states(sweep_lab, (301, 302, 303))]
+    wait_for(lambda: all("ignored" in output.read_text() for output in outputs))
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=PATIENCE_SECONDS)
     assert launcher.returncode == 130, out
@@ -134,7 +143,8 @@ def test_slow_runs_are_stopped_in_parallel(sweep_lab: Lab) -> None:
     start_time = time.monotonic()
     code, stop_output, messages = run_sweep(sweep_lab, "stop", seeds)
     assert (code, [run["state"] for run in stop_output]) == (0, ["stopped"] * 3), messages
-    assert time.monotonic() - start_time < 3 * 4
+    # Each is killed after its grace period and five seconds.
+    assert time.monotonic() - start_time < 3 * 10
 
 
 def test_sweep_is_stopped_by_its_own_overrides(sweep_lab: Lab) -> None:

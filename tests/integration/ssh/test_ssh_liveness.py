@@ -23,11 +23,8 @@ from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 
 pytestmark = pytest.mark.integration
 
-# Silence that counts as a loss, the end of the job, and room for a busy machine.
-
-
 # For tests in which a host is lost; in the other tests a short pause must not count as a loss.
-QUICK = {"lost_host_timeout": 3}
+QUICK = {"lost_host_timeout": 10}
 
 
 def start(
@@ -63,7 +60,7 @@ def read_exit_record(lab: SshLab, host: str) -> dict[str, Any]:
 
 def wait_until_clean(lab: SshLab, others: dict[str, list[int]]) -> None:
     """Wait until the run has left no process on any host; check that bystanders are alive."""
-    wait_for(lambda: not lab.remaining_processes(), seconds=30)
+    wait_for(lambda: not lab.remaining_processes())
     assert find_bystanders(lab.bed) == others
 
 
@@ -79,7 +76,7 @@ def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
     assert "h01" in stop_result.stderr
     failures = [read_exit_record(lab, host)["failure"] for host in ("h00", "h01")]
     assert [failure["host"] for failure in failures] == ["h01", "h00"]
-    assert all("no word from its agent for 3 s" in failure["reason"] for failure in failures)
+    assert all("no word from its agent for 10 s" in failure["reason"] for failure in failures)
     lab.bed["h01"].set_link("up")
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
@@ -87,14 +84,14 @@ def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
 
 
 def test_link_restored_in_time(lab: SshLab) -> None:
-    start(lab, runner={"lost_host_timeout": 15})
+    start(lab, runner={"lost_host_timeout": 60})
     host = lab.bed["h01"]
     port = json.loads(lab.state().hosts[0].script.parent.joinpath("plan.json").read_text())
     host.drop_packets(f"tcp sport {port['liveness_port']}")
     summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
     # Longer than the heartbeat interval. The file is written when the summary changes.
     with pytest.raises(TimeoutError):
-        wait_for(lambda: summary.exists() and "lost" in summary.read_text(), seconds=4)
+        wait_for(lambda: summary.exists() and "lost" in summary.read_text(), seconds=6)
     host.heal()
     assert lab.query()["state"] == "running"
     assert lab.run_action("stop").returncode == 0
@@ -149,7 +146,7 @@ def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
 
 
 def test_a_stopped_rank_is_a_stall(lab: SshLab) -> None:
-    bystander_pids = start(lab, runner={**QUICK, "hang_detection_timeout": 3})
+    bystander_pids = start(lab, runner={"hang_detection_timeout": 8})
     os.kill(find_pid(lab, lab.bed["h01"], "program.py"), signal.SIGSTOP)
     wait_until_clean(lab, bystander_pids)
     failure = lab.query()["failure"]

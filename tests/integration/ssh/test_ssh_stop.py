@@ -21,7 +21,7 @@ REPORTING = STEADY_PROGRAM.replace("rank=rank)", "rank=rank, pid=os.getpid())")
 
 def start(lab: SshLab, *, shared: bool = True) -> None:
     lab.slots = 2
-    lab.configure(REPORTING, runner={"stop_grace": 2, "no_shared_fs": not shared})
+    lab.configure(REPORTING, runner={"stop_grace": 5, "no_shared_fs": not shared})
     if not shared:
         lab.copy_program()
     result = lab.run_action("run")
@@ -47,7 +47,7 @@ def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> Non
     assert lab.remaining_processes() == {}
     assert "stopped in" in result.stdout
     assert (
-        "warning: rank 1 on h00 did not end within the 2 s of runner.stop_grace and was killed; "
+        "warning: rank 1 on h00 did not end within the 5 s of runner.stop_grace and was killed; "
         "what was not saved is lost" in result.stderr
     )
 

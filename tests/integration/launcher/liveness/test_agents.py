@@ -114,16 +114,12 @@ def test_whole_job_restarts_with_notifications(two_hosts: AgentHosts, tmp_path: 
         assert two_hosts[number].exit_record()["failure"] is None
         assert (two_hosts[number].run_dir / "status.1" / f"rank_{number}.jsonl").exists()
         assert len(list((two_hosts[number].run_dir / "ranks").iterdir())) == 2
-    first_notice, second_notice = (
-        json.loads(path.read_text()) for path in sorted(notified.iterdir())
-    )
-    assert (first_notice["event"], first_notice["attempt"], first_notice["attempts"]) == (
-        "restarted",
-        2,
-        3,
-    )
-    assert "h1: rank 1 failed: ValueError" in first_notice["text"]
-    assert (second_notice["event"], second_notice["name"]) == ("finished", "toy")
+    # Each notification is a process of its own, and may be delayed.
+    notices = {(n := json.loads(path.read_text()))["event"]: n for path in notified.iterdir()}
+    assert notices.keys() == {"restarted", "finished"}
+    assert (notices["restarted"]["attempt"], notices["restarted"]["attempts"]) == (2, 3)
+    assert "h1: rank 1 failed: ValueError" in notices["restarted"]["text"]
+    assert notices["finished"]["name"] == "toy"
 
 
 def test_a_stop_of_one_host_stops_all_and_starts_nothing(

@@ -77,7 +77,7 @@ def expect_explanation(lab: Lab, kind: str, backend: str) -> None:
     expected = re.compile(sentence)
     try:
         wait_for(lambda: expected.search(lab.output()))
-    except AssertionError:
+    except TimeoutError:
         raise AssertionError(f"{expected.pattern}\n{lab.output()}") from None
 
 

@@ -21,7 +21,7 @@ from flagscale.launcher.liveness.messages import EndAttempt, FinishJob, Order, S
 pytestmark = pytest.mark.integration
 
 COUNT = 1000
-SILENCE = 10.0
+SILENCE = 20.0
 
 
 def all_received(agents: list[SimulatedAgent], kind: type[Order]) -> Callable[[], bool]:
@@ -83,7 +83,7 @@ def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
         assert process.wait(60) == 1
         record = read_record(run_dir, EXIT_FILE)
         assert record["failure"]["host"] == f"h{COUNT}"
-        assert "no word from its agent for 10 s" in record["failure"]["reason"]
+        assert f"no word from its agent for {SILENCE:g} s" in record["failure"]["reason"]
 
 
 def test_unauthenticated_peers_do_not_keep_agents_out(tmp_path: Path) -> None:
