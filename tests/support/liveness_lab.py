@@ -229,7 +229,7 @@ class AgentHosts:
         if self.count > 1:
             defaults |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
             # A short pause of an agent must not count as a loss.
-            defaults |= {"lost_host_timeout": 20.0, "master_name": "h0"}
+            defaults |= {"lost_host_timeout": 8.0, "master_name": "h0"}
             defaults |= {"hosts": (f"h[0-{self.count - 1}]",)}
         return AgentOptions(
             run_name="toy",

@@ -155,7 +155,7 @@ def test_a_process_left_behind_does_not_hold_the_command(bed: Bed, config: SshCo
 def test_a_time_limit_ends_the_wait_and_not_the_connection(bed: Bed, config: SshConfig) -> None:
     with connect(config.target("h00")) as connection:
         with pytest.raises(e.CommandTimeoutError, match="Its last output: so far") as caught:
-            connection.run(["sh", "-c", "echo so far; exec sleep 300"], timeout=10)
+            connection.run(["sh", "-c", "echo so far; exec sleep 300"], timeout=5)
         assert caught.value.exit_code == 3
         assert connection.run(["echo", "on"]).text == "on\n"
         connection.check_alive()
@@ -205,8 +205,8 @@ def test_startup_file_that_reads_all_of_stdin_is_explained(bed: Bed, config: Ssh
     write_startup_file(bed, "echo Which project?; cat >/dev/null")
     with connect(config.target("h00")) as connection:
         for start in (
-            lambda: connection.run_script("echo never", timeout=10),
-            lambda: connection.run(["cat"], stdin=b"data", timeout=10),
+            lambda: connection.run_script("echo never", timeout=6),
+            lambda: connection.run(["cat"], stdin=b"data", timeout=6),
         ):
             with pytest.raises(e.StartupFileError) as caught:
                 start()

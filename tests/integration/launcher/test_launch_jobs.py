@@ -188,11 +188,11 @@ def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
         REPORTING,
         light=True,
         envs={"TOY_PLAN": "sleep,hang"},
-        runner={"start_timeout": 20, "stop_grace": 1},
+        runner={"start_timeout": 12, "stop_grace": 1},
     )
     result = lab.run_action("run")
     assert result.returncode == 1
-    assert "not every rank joined within 20 s; missing: 1" in result.stderr
+    assert "not every rank joined within 12 s; missing: 1" in result.stderr
     assert "start_timeout" in result.stderr
     assert lab.run_processes() == []
 

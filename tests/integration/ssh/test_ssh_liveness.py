@@ -24,7 +24,7 @@ from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 pytestmark = pytest.mark.integration
 
 # For tests in which a host is lost; in the other tests a short pause must not count as a loss.
-QUICK = {"lost_host_timeout": 10}
+QUICK = {"lost_host_timeout": 6}
 
 
 def start(
@@ -76,7 +76,7 @@ def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
     assert "h01" in stop_result.stderr
     failures = [read_exit_record(lab, host)["failure"] for host in ("h00", "h01")]
     assert [failure["host"] for failure in failures] == ["h01", "h00"]
-    assert all("no word from its agent for 10 s" in failure["reason"] for failure in failures)
+    assert all("no word from its agent for 6 s" in failure["reason"] for failure in failures)
     lab.bed["h01"].set_link("up")
     snapshot = lab.query()
     assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")

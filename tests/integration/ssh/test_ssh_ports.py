@@ -54,10 +54,10 @@ def test_blocked_port_is_reported_when_a_host_does_not_join(lab: SshLab) -> None
 
 def test_ranks_that_never_join_are_reported_with_both_ports(lab: SshLab) -> None:
     ports = {"master_port": 23450, "liveness_port": 23457}
-    lab.configure(REPORTING, runner={**ports, "start_timeout": 20})
+    lab.configure(REPORTING, runner={**ports, "start_timeout": 12})
     result = lab.run_action("run")
     assert result.returncode == 1
-    assert "not every rank joined within 20 s" in result.stderr
+    assert "not every rank joined within 12 s" in result.stderr
     assert (
         "h00 at ports 23450 (runner.master_port) and 23457 (runner.liveness_port)" in result.stderr
     )

@@ -32,12 +32,12 @@ from flagscale.status import read_progress
 
 pytestmark = [pytest.mark.integration, pytest.mark.bed(hosts=3), pytest.mark.timeout(300)]
 
-REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 10}
-SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 10}
+REPLACING = {"nnodes": 2, "spares": 1, "on_bad_host": "replace", "lost_host_timeout": 4}
+SHRINKING = {"nnodes": "2:3", "on_bad_host": "shrink", "lost_host_timeout": 4}
 SMALLEST = {**SHRINKING, "nnodes": "1:2"}
 FAULTS_IN_A_ROW = 6
 # From the fault to the next step.
-MAX_SECONDS = 90.0
+MAX_SECONDS = 30.0
 
 
 def start(

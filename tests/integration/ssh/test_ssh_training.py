@@ -103,7 +103,7 @@ def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     checkpoints = str(lab.exp_dir / "checkpoints")
     saving = {"save_interval": 2, "save": checkpoints, "load": checkpoints}
     system: dict[str, Any] = {"hetero": MESHES, "logging": saving}
-    runner = {"nproc_per_node": 2, "lost_host_timeout": 15}
+    runner = {"nproc_per_node": 2, "lost_host_timeout": 10}
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     configure(lab, None, system, hostfile=types, runner=runner)
@@ -116,7 +116,7 @@ def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     failure = lab.state().hosts[0].exit_record()["failure"]
     assert (failure["host"], failure["rank"]) == ("h00", None)
     assert failure["reason"] == (
-        "was lost: no word from its agent for 15 s; it held stage 1 of 2, mesh 1 (SINGLE 1 rank)"
+        "was lost: no word from its agent for 10 s; it held stage 1 of 2, mesh 1 (SINGLE 1 rank)"
     )
     losses_before = read_losses(lab)
     expect_equal(losses_before, expected[: len(losses_before)])
