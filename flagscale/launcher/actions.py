@@ -29,7 +29,7 @@ from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
 from flagscale.launcher.show import output_paths
 from flagscale.launcher.snapshot import Phase
-from flagscale.launcher.state import RunState, alive_message, reload_state
+from flagscale.launcher.state import RunState, alive_message, load_state, reload_state
 from flagscale.launcher.sweep_runs import find_sweep
 from flagscale.output_streams import (
     escape_controls,
@@ -141,13 +141,25 @@ def _submit_run(
         for live_run in runs.find_elsewhere(experiment):
             note(f"run {live_run.run_id} of this configuration lives in {live_run.exp_dir}")
         with runs.register_run(ready.plan, experiment) as update:
-            state = runner.submit(ready.plan, config_texts, foreground=foreground)
+            try:
+                state = runner.submit(ready.plan, config_texts, foreground=foreground)
+            except KeyboardInterrupt:
+                _stop_begun_run(runner, ready.plan)
+                raise
             update(state)
         started(state)
         if foreground or experiment.runner.wait_for != "none":
             state = _await_hosts(runner, state, foreground=foreground)
             update(state)
         yield runner, ready.plan, state
+
+
+def _stop_begun_run(runner: Runner, plan: LaunchPlan) -> None:
+    """Stop a run whose start was interrupted, on those hosts where it has started."""
+    state = load_state(plan.layout.state)
+    if state is not None and state.run_id == plan.run_id:
+        log_line(f"interrupted while it was started: stopping run {state.run_id}")
+        run_commands.interrupt_run(runner, state)
 
 
 def _refuse_hidden_live_run(plan: LaunchPlan) -> None:

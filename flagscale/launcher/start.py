@@ -85,6 +85,9 @@ class _StartWait:
             self._reader.follow(job_state.hosts)
             self._reader.refresh()
             job = read_job_record(self._state.hosts)
+            # Also of ranks that have joined and failed since the last look.
+            if self._reader.attempts() <= {job.get("attempt", 1)}:
+                self._notice_joined_ranks()
             if self._runner.ended(self._state, any_host=True) or self._failed_for_good(job):
                 return self._handle_early_end()
             self._print_restarts(job)
@@ -103,22 +106,24 @@ class _StartWait:
         world_size, events = self._world_size, self._reader.events
         if self._state.external and not events and self._all_processes_run():
             return f"{world_size} rank process(es) are running"
-        if len(self._ranks_at("joined")) < world_size:
+        if self._joined_at is None or not self._stage_reached():
             return ""
-        now = time.monotonic()
-        joined = f"{world_size} rank(s) joined"
-        if self._joined_at is None:
-            self._joined_at = self._last_line_at = now
-            if self._wait_for != "joined" and not self._stage_reached():
-                stage = _AWAITED_WORK[self._wait_for]
-                log_line(f"{joined} in {now - self._start_time:.1f} s; waiting for {stage}")
-        if not self._stage_reached():
-            return ""
-        seconds = now - self._start_time
+        joined, seconds = f"{world_size} rank(s) joined", time.monotonic() - self._start_time
         if self._wait_for == "joined":
             return f"{joined} in {seconds:.1f} s"
         stage = "ready" if self._wait_for == "ready" else "past the first step"
         return f"{joined} and are {stage} in {seconds:.1f} s"
+
+    def _notice_joined_ranks(self) -> None:
+        """Print that all ranks have joined, once in an attempt, if there is more to wait for."""
+        if self._joined_at is not None or len(self._ranks_at("joined")) < self._world_size:
+            return
+        self._joined_at = self._last_line_at = time.monotonic()
+        if self._wait_for != "joined" and not self._stage_reached():
+            log_line(
+                f"{self._world_size} rank(s) joined in {self._joined_at - self._start_time:.1f} s; "
+                f"waiting for {_AWAITED_WORK[self._wait_for]}"
+            )
 
     def _all_processes_run(self) -> bool:
         """Return whether all rank processes of a program without status have run long enough."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from support.waiting import PATIENCE_SECONDS, wait_for
 
 import flagscale
 from flagscale.errors import ConfigError, FlagscaleError, JobError, RunStateError
+from flagscale.launcher.runners.hosts import HostRunner
 
 pytestmark = pytest.mark.integration
 
@@ -36,6 +38,24 @@ if seed == "9":
 def write_config(lab: Lab, **runner: object) -> Path:
     lab.configure(PROGRAM, light=True, runner={"nproc_per_node": 1, **runner})
     return lab.root / "conf" / "lab.yaml"
+
+
+def test_an_interrupted_start_leaves_no_run(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C arrives when the script has started, and the launcher does not wait for it yet."""
+    config, submit = write_config(lab), HostRunner.submit
+
+    def submit_and_interrupt(*args: Any, **options: Any) -> None:
+        submit(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostRunner, "submit", submit_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        flagscale.launch(config, ["+train.model.seed=9"])
+    assert f"stopping run {lab.state().run_id}" in capfd.readouterr().err
+    assert lab.run_processes() == []
+    assert flagscale.find(lab.exp_dir).status().phase.value == "stopped"
 
 
 def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
