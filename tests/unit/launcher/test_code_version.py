@@ -195,9 +195,7 @@ def test_a_search_without_end_is_given_up(
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "git"
     git = shutil.which("git")
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in *=all*|*diff*) exec sleep 600;; esac\nexec {git} "$@"\n'
-    )
+    program.write_text(f'#!/bin/sh\ncase "$*" in *=all*|*diff*) sleep 60;; esac\nexec {git} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     stream_git = code_version._stream_git

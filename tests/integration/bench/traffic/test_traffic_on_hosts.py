@@ -173,7 +173,7 @@ def test_workers_end_with_the_command(bed: Bed, number: signal.Signals) -> None:
         before = count_received_bytes(bed[1])
         wait_for(lambda: count_received_bytes(bed[1]) - before > 1 << 20, "traffic")
         os.kill(process.pid, number)
-        process.wait(30)
+        process.wait(PATIENCE_SECONDS)
         wait_for(lambda: find_workers(bed) == [], "no process remains", seconds=10)
         assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     assert [list(host.local_path("/tmp").glob("*flagscale*")) for host in bed.hosts] == [[], []]
