@@ -150,6 +150,6 @@ def test_killed_worker_ends_the_run_with_an_error(tmp_path: Path) -> None:
     assert "its process failed: SIGKILL" in err
     assert "error: training VGG-19/8, without traffic, failed" in err
     assert "Traceback" not in err
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert alive == []
     assert not (tmp_path / "all.json").exists()
