@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 BUILDS = {
@@ -27,6 +29,7 @@ BUILDS = {
 }
 """Compiler flags by build: optimized, without sanitizer, and with the thread and memory sanitizers.
 """
+_UNUSED_SECONDS = 24 * 3600.0
 COMPILER = ("g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 
@@ -58,13 +61,19 @@ def compile_program(
 
 
 def _compile(output: Path, build: str, *arguments: str | Path) -> None:
-    """Compile a file unless it exists, and delete its previous versions."""
-    if output.exists():
+    """Compile a file unless it exists, and delete its previous versions.
+
+    Those in use may belong to tests of another version of the sources that run at the same time.
+    """
+    with suppress(FileNotFoundError):
+        os.utime(output)  # it is in use
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     name = output.name.removesuffix(".o").rpartition("-")[0]
     for previous_output in output.parent.glob(f"{name}-{'[0-9a-f]' * 16}{output.suffix}"):
-        previous_output.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if time.time() - previous_output.stat().st_mtime > _UNUSED_SECONDS:
+                previous_output.unlink()
     # Other pytest workers may compile it at the same time.
     temporary = output.with_name(f"{os.getpid()}-{output.name}")
     command = [*COMPILER, *BUILDS[build], *map(str, arguments), "-o", str(temporary)]

@@ -11,6 +11,7 @@ from typing import Any
 from bed.lab import Bed
 
 from support.fsccl_ranks import RankWorker, unwrap_results, wait_for_replies
+from support.waiting import PATIENCE_SECONDS
 
 FIRST_PORT = 29500
 """Port of the first store, which rank 0 hosts."""
@@ -53,11 +54,11 @@ class HostRanks:
             rank.start_case(
                 "join",
                 rank=i,
-                timeout=60,
+                timeout=PATIENCE_SECONDS,
                 environment=environment,
                 **arguments,
             )
-        unwrap_results(wait_for_replies(self.ranks, 90))
+        unwrap_results(wait_for_replies(self.ranks, 1.5 * PATIENCE_SECONDS))
         self.call("set_operation_timeout", seconds=operation_timeout)
 
     def start_case(self, case: str, **arguments: Any) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.waiting import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "integration" / "fsccl" / "fsccl_worker.py"
 
@@ -69,12 +71,15 @@ class RankWorker:
         """True if a case is running, or its reply has not been received."""
         return self._pending_replies > 0
 
+    def wait_until_ready(self) -> None:
+        """Wait until the process has imported torch, for which the constructor does not wait."""
+        if not self._ready:
+            self.receive_reply(PATIENCE_SECONDS)
+            self._ready = True
+
     def start_case(self, case: str, **arguments: Any) -> None:
         """Start a case. :meth:`receive_reply` returns its result."""
-        # importing torch takes seconds, and the constructor does not wait for it
-        if not self._ready:
-            self.receive_reply(60)
-            self._ready = True
+        self.wait_until_ready()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
@@ -141,28 +146,31 @@ class RankPool:
         self._ranks[index].process.wait()
         self._ranks[index] = RankWorker()
 
-    def replace_busy(self, count: int) -> None:
-        """Replace those of the first ``count`` ranks that a failed test has left busy."""
+    def prepare(self, count: int) -> None:
+        """Replace those of the first ``count`` ranks that a failed test has left busy, and wait
+        until all can start cases at once: the ranks of a job wait for each other for a limited
+        time.
+        """
         for i in range(count):
             if self._ranks[i].is_busy:
                 self.kill(i)
+        for i in range(count):
+            self._ranks[i].wait_until_ready()
 
     def join(
         self,
         count: int,
         *,
         timeout: float = 30,
-        operation_timeout: float | None = None,
         **environment: str,
     ) -> None:
         """Initialize a job on the first ``count`` ranks, with FSCCL_* variables set.
 
-        Args:
-            timeout: Seconds that ranks wait for each other when they join.
-            operation_timeout: Seconds that they wait in operations. ``timeout`` by default.
+        ``timeout`` is the number of seconds that ranks wait for each other when they join, and in
+        operations unless :meth:`set_operation_timeout` changes it.
         """
         self._joins += 1
-        self.replace_busy(count)
+        self.prepare(count)
         for i in range(count):
             self._ranks[i].start_case(
                 "join",
@@ -174,14 +182,16 @@ class RankPool:
                 environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
             )
         self.wait_for_results(range(count))
-        if operation_timeout is not None:
-            self.call(range(count), "set_operation_timeout", seconds=operation_timeout)
+
+    def set_operation_timeout(self, members: Sequence[int], seconds: float) -> None:
+        """Set how long operations wait. Call it after the operations that are to succeed."""
+        self.call(members, "set_operation_timeout", seconds=seconds)
 
     def leave(self, members: Sequence[int]) -> None:
         self.call(members, "leave")
 
     def call(
-        self, members: Sequence[int], case: str, *, limit: float = 60, **args: Any
+        self, members: Sequence[int], case: str, *, limit: float = PATIENCE_SECONDS, **args: Any
     ) -> list[Any]:
         """Run a case on ``members`` concurrently. Return their results.
 
@@ -192,7 +202,9 @@ class RankPool:
             self._ranks[i].start_case(case, **args)
         return self.wait_for_results(members, limit)
 
-    def wait_for_results(self, members: Sequence[int], limit: float = 60) -> list[Any]:
+    def wait_for_results(
+        self, members: Sequence[int], limit: float = PATIENCE_SECONDS
+    ) -> list[Any]:
         """Wait for the running case of ``members``. Return their results.
 
         Raises:
@@ -201,7 +213,7 @@ class RankPool:
         return unwrap_results(self.wait_for_replies(members, limit))
 
     def wait_for_replies(
-        self, members: Sequence[int], limit: float = 60
+        self, members: Sequence[int], limit: float = PATIENCE_SECONDS
     ) -> dict[int, dict[str, Any]]:
         """Return the reply of each rank, including errors.
 

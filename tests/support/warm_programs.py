@@ -148,7 +148,7 @@ def run_warm_program(
     ranks: int = 1,
     environment: Mapping[str, str],
     cwd: Path,
-    timeout: float = 120.0,
+    timeout: float = 180.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as :func:`start_warm_program` starts it."""
     process = start_warm_program(

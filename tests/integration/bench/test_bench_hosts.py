@@ -174,7 +174,7 @@ def test_lost_host_exits_with_3_and_no_process_remains(bed: Bed, tmp_path: Path)
         assert process.returncode == 3
         assert "error: lost during the measurement:\nh01: " in err
         # A process whose connection was closed needs time of a busy machine to end.
-        wait_for(lambda: bed["h00"].find("flagscale.bench") == [], seconds=10)
+        wait_for(lambda: bed["h00"].find("flagscale.bench") == [], seconds=30)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)

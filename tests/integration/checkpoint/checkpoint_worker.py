@@ -64,7 +64,7 @@ def run_rank(cases: list[dict[str, Any]], backend: str) -> Iterator[Record]:
 
     rank = distributed.RankIdentity.from_environment()
     device = choose_device("cpu", rank.local_rank)
-    distributed.init_default_group(rank, device, backend=backend, timeout_minutes=1)
+    distributed.init_default_group(rank, device, backend=backend, timeout_minutes=3)
     for case in cases:
         try:
             results = globals()[case["function"]](Run(case, rank, device))

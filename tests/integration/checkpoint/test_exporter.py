@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from support.held_exports import hold_exports
 
 from flagscale.train.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
-def test_failed_and_ended_exports_are_reported(tmp_path: Path) -> None:
+def test_failed_and_ended_exports_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flagscale.train.checkpoint.exporter import CheckpointExporter
 
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    go_on = tmp_path / "go on"
+    hold_exports(tmp_path / "site", go_on)
     save, export = tmp_path / "checkpoints", tmp_path / "hf"
     (export / ".iter_0000003.partial").mkdir(parents=True)
     (export / "iter_0000005").mkdir()
@@ -38,6 +45,7 @@ def test_failed_and_ended_exports_are_reported(tmp_path: Path) -> None:
         "still under way. The last checkpoint of a completed run is exported at its end; "
         f"`flagscale convert {save / 'iter_0000006'} DIR` exports any"
     )
+    go_on.touch()
     exporter.close(finish=True)
     (message,) = exporter.pop_messages()
     assert message.startswith("the export of iteration 5 failed: ")

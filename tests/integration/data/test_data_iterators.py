@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.chat_files import write_conversations, write_tokenizer
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.errors import DataError
 from flagscale.train.data.preprocess import PreprocessJob, preprocess
@@ -346,7 +347,7 @@ def test_loader_processes_outlive_a_stop_request_but_not_their_rank(
     del train
     gc.collect()
     for worker in workers:
-        worker.join(20)
+        worker.join(PATIENCE_SECONDS)
         assert not worker.is_alive()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
 from pathlib import Path
@@ -180,7 +181,10 @@ def check_many_groups(count: int) -> None:
 
 
 def list_fsccl_threads() -> list[str]:
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            names.append((task / "comm").read_text().strip())
     return [name for name in names if name.startswith("fsccl")]
 
 

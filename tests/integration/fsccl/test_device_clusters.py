@@ -29,7 +29,7 @@ def join(
 ) -> range:
     """Initialize a job whose rank ``i`` has the environment variables ``environments[i]``."""
     pool.joined = getattr(pool, "joined", 0) + 1
-    pool.replace_busy(len(environments))
+    pool.prepare(len(environments))
     for i, environment in enumerate(environments):
         pool[i].start_case(
             "join",

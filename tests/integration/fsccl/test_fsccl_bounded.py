@@ -19,6 +19,7 @@ from bed.lab import Bed
 from bed.plugin import require_bed
 from support.fsccl_hosts import HostRanks
 from support.fsccl_ranks import ROOT, wait_for_replies
+from support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -120,7 +121,7 @@ def test_survivors_name_a_killed_rank(ranks: Any) -> None:
 
 
 def test_mismatched_sizes_are_reported(ranks: Any) -> None:
-    ranks.join(2, timeout=20, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1")
+    ranks.join(2, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100", FSCCL_CLUSTERS="1,1")
     for i in range(2):
         ranks[i].start_case("all_reduce_mismatched_sizes", warm_up=4)
     for reply in ranks.wait_for_replies(range(2)).values():
@@ -136,7 +137,7 @@ def four_hosts(
     log = tmp_path_factory.mktemp("bounded") / "stderr"
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 4) as bed,
-        HostRanks.start(bed, range(4), timeout_seconds=120, stderr_files={0: log}) as host_ranks,
+        HostRanks.start(bed, range(4), PATIENCE_SECONDS, stderr_files={0: log}) as host_ranks,
     ):
         for host in bed.hosts:
             bucket = ["tbf", "rate", "1gbit", "burst", "96kb", "limit", "64kb"]
@@ -153,27 +154,36 @@ def test_replicas_stay_identical_under_background_traffic_and_total_loss(
     bed = hosts.bed
     environment = {**TAIL_SETTINGS, "FSCCL_TAIL_LIMIT": "60", "FSCCL_TAIL_FEEDBACK": "1"}
     hosts.join("tail", 60, **environment)
-    traffic = _start_background_traffic(bed, seconds=60)
+    traffic = _start_background_traffic(bed, seconds=PATIENCE_SECONDS)
     try:
-        results_by_rank = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=7)
+        _all_reduce_until(hosts, BOUNDED)
     finally:
         traffic.kill()
         traffic.wait()
-    assert all(results == results_by_rank[0] for results in results_by_rank)
-    assert any(algorithm == BOUNDED for algorithm, _ in results_by_rank[0])
     bed[1].run(
         ["nft", "add table inet t; add chain inet t in { type filter hook input priority 0; }"]
     )
     bed[1].run(["nft", "add rule inet t in meta l4proto udp drop"])
     try:
-        # Operations after a repeated one are exact at once, as the first ones may have been.
-        results_by_rank = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=16)
+        results = _all_reduce_until(hosts, REPEATED_EXACTLY)
     finally:
         bed[1].heal()
-    assert all(results == results_by_rank[0] for results in results_by_rank)
-    assert REPEATED_EXACTLY in [algorithm for algorithm, _ in results_by_rank[0]]
-    assert all(exact for algorithm, exact in results_by_rank[0] if algorithm != BOUNDED)
+    assert all(exact for algorithm, exact in results if algorithm != BOUNDED)
     assert re.search(r"lost too much .*: it is repeated exactly, and the next \d+", log.read_text())
+
+
+def _all_reduce_until(hosts: HostRanks, algorithm: str) -> list[list[Any]]:
+    """Run all_reduces until one has an algorithm; return those of the last round.
+
+    Operations after a repeated one are exact at once, and a busy machine may repeat any.
+    """
+    for _ in range(20):
+        results: list[list[Any]]
+        results, *others = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=8)
+        assert all(other == results for other in others), "ranks report different operations"
+        if algorithm in [name for name, _ in results]:
+            return results
+    raise AssertionError(f"no operation ran {algorithm}")
 
 
 def test_broken_link_names_the_unreachable_rank(four_hosts: tuple[HostRanks, Path]) -> None:
@@ -181,14 +191,16 @@ def test_broken_link_names_the_unreachable_rank(four_hosts: tuple[HostRanks, Pat
     hosts, _ = four_hosts
     bed = hosts.bed
     hosts.call("leave")
-    hosts.join("cut", 4, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100")
+    hosts.join("cut", 60, **TAIL_SETTINGS, FSCCL_TAIL_LIMIT="100")
     (results, *_) = hosts.call("run_all_reduces", count=ELEMENTS // 4, rounds=5)
     assert results[-1][0] == BOUNDED
+    # A rank that a busy machine delays for longer would be named instead.
+    hosts.call("set_operation_timeout", seconds=12)
     hosts.start_case("run_operation", op="all_reduce", count=ELEMENTS // 4, repeat=100_000)
     time.sleep(0.2)
     bed[1].set_link("down")
     try:
-        replies = wait_for_replies(hosts.ranks, 30)
+        replies = wait_for_replies(hosts.ranks, PATIENCE_SECONDS)
     finally:
         bed[1].heal()
     for i, reply in replies.items():

@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 from support.fsccl_ranks import MAX_DELAY_SECONDS, ROOT, wait_for_errors
+from support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-OPERATION_TIMEOUT_SECONDS = 2.5
+OPERATION_TIMEOUT_SECONDS = 12.0
+"""Longer than a busy machine delays a rank, which would be named instead of the one at fault."""
 PIPELINE = {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "4096"}
 
 
 @pytest.fixture
 def pool(ranks: Any) -> Any:
+    ranks.prepare(4)
     return ranks
 
 
@@ -77,8 +80,9 @@ def test_survivors_name_a_rank_killed_during_each_operation(
 
 @pytest.mark.parametrize("clusters", ["4", "2,2"])
 def test_timeout_names_a_stopped_rank(pool: Any, clusters: str) -> None:
-    pool.join(4, operation_timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters)
+    pool.join(4, FSCCL_CLUSTERS=clusters)
     pool.call(range(4), "run_operation", op="all_reduce")
+    pool.set_operation_timeout(range(4), OPERATION_TIMEOUT_SECONDS)
     os.kill(pool[3].pid, signal.SIGSTOP)
     try:
         for i in range(3):
@@ -87,7 +91,7 @@ def test_timeout_names_a_stopped_rank(pool: Any, clusters: str) -> None:
             pool, [0, 1, 2], OPERATION_TIMEOUT_SECONDS + MAX_DELAY_SECONDS
         ).items():
             assert "rank 3" in error, f"rank {i}: {error}"
-            assert "did not come within the timeout of 2.5 s" in error, f"rank {i}: {error}"
+            assert "did not come within the timeout of 12 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[3].pid, signal.SIGCONT)
     pool.leave(range(4))
@@ -116,7 +120,9 @@ def test_survivors_name_a_rank_killed_during_large_messages(
 def test_timeout_names_a_rank_stopped_during_operations(
     pool: Any, clusters: str, variables: dict[str, str]
 ) -> None:
-    pool.join(4, operation_timeout=OPERATION_TIMEOUT_SECONDS, FSCCL_CLUSTERS=clusters, **variables)
+    pool.join(4, FSCCL_CLUSTERS=clusters, **variables)
+    pool.call(range(4), "run_operation", op="all_reduce")
+    pool.set_operation_timeout(range(4), OPERATION_TIMEOUT_SECONDS)
     for i in range(4):
         pool[i].start_case("run_operation", op="all_reduce", repeat=ENDLESS_REPEATS)
     time.sleep(0.3)
@@ -126,7 +132,7 @@ def test_timeout_names_a_rank_stopped_during_operations(
             pool, [0, 1, 3], OPERATION_TIMEOUT_SECONDS + MAX_DELAY_SECONDS
         ).items():
             assert "rank 2" in error, f"rank {i}: {error}"
-            assert "did not come within the timeout of 2.5 s" in error, f"rank {i}: {error}"
+            assert "did not come within the timeout of 12 s" in error, f"rank {i}: {error}"
     finally:
         os.kill(pool[2].pid, signal.SIGCONT)
     assert "rank 2" in wait_for_errors(pool, [2], MAX_DELAY_SECONDS)[2]
@@ -134,7 +140,7 @@ def test_timeout_names_a_rank_stopped_during_operations(
 
 
 def test_pipeline_reports_mismatched_sizes(pool: Any) -> None:
-    pool.join(2, timeout=10, **PIPELINE)
+    pool.join(2, **PIPELINE)
     for i in range(2):
         pool[i].start_case("run_operation", op="all_reduce", count=100_000 + i)
     for error in wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS).values():
@@ -153,7 +159,7 @@ def test_timeout_names_a_rank_that_never_joins(pool: Any) -> None:
 
 
 def test_mismatched_operations_are_reported(pool: Any) -> None:
-    pool.join(2, timeout=10)
+    pool.join(2)
     pool[0].start_case("run_operation", op="all_reduce", count=1000)
     pool[1].start_case("run_operation", op="barrier")
     errors = wait_for_errors(pool, [0, 1], MAX_DELAY_SECONDS)
@@ -246,7 +252,8 @@ def test_wait_timeout_names_the_operation(pool: Any, clusters: str, is_connected
 
 
 def test_first_error_is_permanent(pool: Any) -> None:
-    pool.join(2, operation_timeout=1)
+    pool.join(2)
+    pool.set_operation_timeout(range(2), 1)
     pool[0].start_case("run_operation", op="barrier")
     first = wait_for_errors(pool, [0], MAX_DELAY_SECONDS)[0]
     assert "rank 1" in first
@@ -268,7 +275,7 @@ def small_tmpfs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
 
 
 def test_full_shared_memory_is_reported_on_all_ranks(pool: Any, small_tmpfs: Path) -> None:
-    pool.join(3, timeout=10, FSCCL_SHM_DIR=str(small_tmpfs), **PIPELINE)
+    pool.join(3, FSCCL_SHM_DIR=str(small_tmpfs), **PIPELINE)
     for i in range(3):
         pool[i].start_case("run_operation", op="all_reduce")
     for error in wait_for_errors(pool, [0, 1, 2], MAX_DELAY_SECONDS).values():
@@ -280,7 +287,7 @@ def test_full_shared_memory_is_reported_on_all_ranks(pool: Any, small_tmpfs: Pat
 
 
 def test_file_size_limit_is_reported(pool: Any) -> None:
-    pool.join(2, timeout=10)
+    pool.join(2)
     pool.call([0], "limit_file_size", bytes_=100_000)
     try:
         for i in range(2):
@@ -351,14 +358,14 @@ def test_programs_exit_when_a_rank_is_killed(pool: Any) -> None:
             assert program.stdout.readline() == "ready\n"
         programs[2].kill()
         for program in programs[:2]:
-            _, log = program.communicate(timeout=60)
+            _, log = program.communicate(timeout=PATIENCE_SECONDS)
             assert program.returncode == 1, log
             assert re.search("rank 2 .*ended", log), log
 
 
 @pytest.mark.parametrize("clusters", ["2", "1,1"])
 def test_forked_child_does_not_end_the_group(pool: Any, clusters: str) -> None:
-    pool.join(2, timeout=20, FSCCL_CLUSTERS=clusters)
+    pool.join(2, FSCCL_CLUSTERS=clusters)
     pool.call(range(2), "fork_child_that_destroys_group")
     pool.leave(range(2))
 

@@ -49,13 +49,14 @@ def test_rank_that_did_not_call_is_found(ranks: Any, tmp_path: Path) -> None:
     """torchfrtrace finds the operation that rank 1 has not called."""
     for rank in range(2):
         ranks.kill(rank)  # the new processes have no entries of other tests
-    ranks.join(2, operation_timeout=2)
+    ranks.join(2)
     ranks.call(range(2), "run_operation", op="barrier")
+    ranks.set_operation_timeout(range(2), 2)
     ranks[0].start_case("run_operation", op="all_reduce")
     ranks.call([1], "sleep_for", seconds=0.3)
     (active,) = ranks.call([1], "list_active_operations")
     assert active == []
-    assert "error" in ranks.wait_for_replies([0], 30)[0]
+    assert "error" in ranks.wait_for_replies([0])[0]
     (active,) = ranks.call([0], "list_active_operations")
     assert [(e["profiling_name"], e["state"]) for e in active] == [("fsccl:all_reduce", "started")]
     ranks.call(range(2), "write_flight_record", directory=str(tmp_path))

@@ -46,7 +46,6 @@ def describe_fault(case: dict[str, Any]) -> str:
     return "found by the timeout" if is_late else ""
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "transport",
     [
@@ -61,7 +60,7 @@ def test_departure_is_told_in_this_group_alone(built_extension: None, transport:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,  # there are many cases
         check=False,
     )
     cases = [json.loads(line) for line in program.stdout.splitlines()]

@@ -12,6 +12,7 @@ import pytest
 from bed.lab import Bed
 from bed.plugin import require_bed
 from support.fsccl_hosts import HostRanks
+from support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -24,7 +25,7 @@ def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> It
     require_bed()
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 2, fabric=True) as bed,
-        HostRanks.start(bed, [0, 1], timeout_seconds=60) as host_ranks,
+        HostRanks.start(bed, [0, 1], timeout_seconds=PATIENCE_SECONDS) as host_ranks,
     ):
         yield host_ranks
 

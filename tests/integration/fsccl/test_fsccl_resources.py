@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.fsccl_ranks import ROOT
+from support.waiting import PATIENCE_SECONDS
 
 PROGRAM = Path(__file__).with_name("scarce_resources.py")
 TRANSPORTS = {
@@ -40,7 +41,7 @@ def test_rank_that_lacks_a_resource_is_named(
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert program.returncode == 0, program.stderr[-4000:]

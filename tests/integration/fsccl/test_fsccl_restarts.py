@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.fsccl_ranks import ROOT
+from support.waiting import PATIENCE_SECONDS
 
 from flagscale.free_port import free_port
 
@@ -31,7 +32,9 @@ ENVIRONMENT = {
 }
 
 
-def run_programs(commands: Sequence[Sequence[str]], directory: Path, limit: float) -> list[str]:
+def run_programs(
+    commands: Sequence[Sequence[str]], directory: Path, limit: float = PATIENCE_SECONDS
+) -> list[str]:
     """Run programs concurrently, and return what each has printed.
 
     Raises:
@@ -80,13 +83,13 @@ def test_job_recovers_from_killed_ranks(
     commands = [
         [str(JOB), rendezvous, *map(str, (nodes, node, port, restarts, 1))] for node in range(nodes)
     ]
-    for output in run_programs(commands, tmp_path, limit=60 + 10 * restarts):
+    for output in run_programs(commands, tmp_path, PATIENCE_SECONDS + 10 * restarts):
         assert output.splitlines()[-1] == "recovered", output[-4000:]
 
 
 def test_default_group_is_initialized_many_times(built_extension: None, tmp_path: Path) -> None:
-    run_programs([[str(STORES), "agent"]], tmp_path, limit=60)
+    run_programs([[str(STORES), "agent"]], tmp_path)
 
 
 def test_file_store_of_killed_runs_is_used_again(built_extension: None, tmp_path: Path) -> None:
-    run_programs([[str(STORES), "file", str(tmp_path / "store")]], tmp_path, limit=60)
+    run_programs([[str(STORES), "file", str(tmp_path / "store")]], tmp_path)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 @pytest.fixture
 def pool(ranks: Any) -> Any:
+    ranks.prepare(4)
     return ranks
 
 
@@ -31,7 +32,7 @@ def test_settings_that_differ_between_ranks_are_rejected(
             size=2,
             port=pool.port,
             key=f"different {name}",
-            timeout=5,
+            timeout=30,
             environment=variables,
         )
     pool.wait_for_results([0, 1])
@@ -63,7 +64,7 @@ def test_ranks_need_the_same_secret(pool: Any) -> None:
     for i in range(2):
         secret = {"FSCCL_SECRET": f"{i}" * 32, "FSCCL_CLUSTERS": "1,1"}
         pool[i].start_case(
-            "join", rank=i, size=2, port=pool.port, key="secrets", timeout=5, environment=secret
+            "join", rank=i, size=2, port=pool.port, key="secrets", timeout=30, environment=secret
         )
     pool.wait_for_results([0, 1])
     for i in range(2):

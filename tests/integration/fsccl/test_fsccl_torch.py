@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -81,7 +82,7 @@ def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str
         [sys.executable, "-c", setup + text],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
         check=False,
         cwd=ROOT,
         env={**os.environ, **environment},

@@ -22,6 +22,10 @@ from support.forked_ranks import Record, import_training, run_forked_ranks
 
 _DELAY_SECONDS = 0.1
 _SLOW_MICRO_BATCHES = 50
+_USUAL_SECONDS = 0.02
+"""Time to read any other micro-batch. It makes the remaining steps last several windows, however
+fast the machine is.
+"""
 
 
 def main() -> None:
@@ -38,21 +42,20 @@ def run_rank() -> Iterator[Record]:
     stragglers.WINDOW_SECONDS = 0.5
     rank = int(os.environ["RANK"])
     os.environ["FLAGSCALE_HOST"] = f"host{rank}"
-    if rank == int(sys.argv[2]):
-        build_iterators = datasets.Datasets.build_iterators
+    slow_micro_batches = _SLOW_MICRO_BATCHES if rank == int(sys.argv[2]) else 0
+    build_iterators = datasets.Datasets.build_iterators
 
-        def build_slow_iterators(*args: Any, **kwargs: Any) -> Any:
-            iterators = build_iterators(*args, **kwargs)
-            return replace(iterators, train=delay(iterators.train))
+    def build_slow_iterators(*args: Any, **kwargs: Any) -> Any:
+        iterators = build_iterators(*args, **kwargs)
+        return replace(iterators, train=delay(iterators.train, slow_micro_batches))
 
-        datasets.Datasets.build_iterators = build_slow_iterators  # type: ignore[method-assign]
+    datasets.Datasets.build_iterators = build_slow_iterators  # type: ignore[method-assign]
     yield "end", {"code": train_gpt.main(sys.argv[3:])}
 
 
-def delay(iterator: Any) -> Iterator[Any]:
+def delay(iterator: Any, slow_micro_batches: int) -> Iterator[Any]:
     for number, item in enumerate(iterator):
-        if number < _SLOW_MICRO_BATCHES:
-            time.sleep(_DELAY_SECONDS)
+        time.sleep(_DELAY_SECONDS if number < slow_micro_batches else _USUAL_SECONDS)
         yield item
 
 

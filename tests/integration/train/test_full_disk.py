@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from integration.train.test_train_gpt import TrainingProcess
 from support.full_disk import fill_disk, small_disk
-from support.waiting import PATIENCE_SECONDS
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.config.arguments.spec.command_line import parse_arguments
 from flagscale.sinks import delivery
@@ -57,14 +57,13 @@ def read_latest_step(status: Path) -> int:
 
 
 def wait_for_step(training: subprocess.Popen[str], status: Path, step: int) -> None:
-    for _ in range(1200):
-        if read_latest_step(status) >= step:
-            return
+    def is_reached() -> bool:
         assert training.poll() is None, [
             e.fields for e in read_rank_0_events(status) if e.event == "failed"
         ]
-        time.sleep(0.1)
-    raise AssertionError(f"step {step} was not reached")
+        return read_latest_step(status) >= step
+
+    wait_for(is_reached, f"step {step}")
 
 
 def read_plotted_steps(board: Path) -> set[int]:
@@ -82,7 +81,12 @@ def test_metrics_wait_until_there_is_space(
     monkeypatch.setattr(delivery, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(delivery, "MAX_RETRY_SECONDS", 0.05)
     board, status = disk / "board", tmp_path / "status"
-    overrides = {"tensorboard_dir": str(board), "train_iters": 10}
+    # So many may wait that none is dropped on a busy machine, however long the thread sleeps.
+    overrides = {
+        "tensorboard_dir": str(board),
+        "train_iters": 10,
+        "tensorboard_queue_size": 1_000_000,
+    }
     args = Namespace(**{**vars(parse_arguments([])), **overrides})
     reporter = TrainingReporter(args, StatusWriter(status, 0), is_reporting_rank=True)
     reporter.start_sinks(0)
@@ -103,8 +107,8 @@ def test_metrics_wait_until_there_is_space(
     [warning] = read_warnings(status)
     text = f"TensorBoard: tensorboard_dir: {board} cannot be written: No space left on device; its "
     assert text in warning
-    filler.unlink()
     files = len(list(board.iterdir()))
+    filler.unlink()
     log_until(lambda: len(list(board.iterdir())) > files)
     reporter.close("finished")
     assert len(read_warnings(status)) == 1
@@ -123,7 +127,7 @@ def test_full_disk_does_not_end_training(
 ) -> None:
     """Standard output is a file on the disk, as with the launcher's logs. The disk stays full."""
     status = tmp_path / "status"
-    arguments = "--train-iters 20000 --exit-signal-handler "
+    arguments = "--train-iters 1000000 --exit-signal-handler --tensorboard-queue-size 1000000 "
     arguments += (
         f"--tensorboard-dir {tmp_path / tensorboard_dir} --data-cache-path {tmp_path / 'cache'}"
     )
@@ -136,7 +140,7 @@ def test_full_disk_does_not_end_training(
         fill_disk(disk)
         wait_for_step(training, status, read_latest_step(status) + STEPS_ON_FULL_DISK)
         training.send_signal(signal.SIGTERM)
-        assert training.wait(60) == 0
+        assert training.wait(PATIENCE_SECONDS) == 0
     finally:
         training.kill()
         training.wait()

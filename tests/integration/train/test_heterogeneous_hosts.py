@@ -161,7 +161,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]

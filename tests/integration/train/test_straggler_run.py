@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,10 @@ ARGUMENTS = """
 --log-timers-to-tensorboard --log-straggler
 """
 SLOW_RANK = 2
+SLOW = range(2, 25)
+"""Steps in which it is slow, but for the first one, which contains warm-up."""
+DELAY_SECONDS = 0.2
+"""Time that it then takes to read the two micro-batches of a step."""
 
 
 def test_straggler_is_named_until_it_recovers(tmp_path: Path) -> None:
@@ -37,21 +42,32 @@ def test_straggler_is_named_until_it_recovers(tmp_path: Path) -> None:
     first, last = updates
     (straggler,) = first.get("stragglers")
     assert (straggler["host"], straggler["section"]) == ("host2", "data")
-    assert straggler["cost"] > 0.5
+    step_seconds = statistics.fmean(sum(step.values()) for step in _read_sections(events[0], SLOW))
+    assert straggler["cost"] > 0.5 * DELAY_SECONDS / step_seconds
     assert last.get("messages") == []
     assert f"warning: {first.get('messages')[0]}" in result.stdout
     assert "rank 2 (host2) works as fast as equal ranks again" in result.stdout
-    assert _sections_at(events[SLOW_RANK], 10)["data"] == pytest.approx(0.2, abs=0.1)
-    waiting = _sections_at(events[0], 10)
-    assert waiting["waiting"] > 0.1
-    assert waiting["data"] < 0.1
-    assert all(sum(_sections_at(events[rank], 10).values()) > 0.2 for rank in events)
+    # Other programs may delay a rank in single steps.
+    assert _median(events[SLOW_RANK], "data") == pytest.approx(DELAY_SECONDS, abs=0.1)
+    assert _median(events[0], "waiting") > 0.1
+    assert _median(events[0], "data") < 0.1
+    assert all(_median(events[rank], *SECTIONS) > 0.9 * DELAY_SECONDS for rank in events)
     assert _read_scalars(curves)["speed/straggler-cost"][-1] == 0.0
 
 
-def _sections_at(events: list[Event], step: int) -> dict[str, float]:
-    event = next(e for e in events if e.event == "sections" and e.get("step") == step)
-    return {name: event.get(name) for name in SECTIONS}
+def _read_sections(events: list[Event], steps: range) -> list[dict[str, float]]:
+    """Return the seconds of the sections of each of these steps that was measured."""
+    return [
+        {name: event.get(name) for name in SECTIONS}
+        for event in events
+        if event.event == "sections" and event.get("step") in steps
+    ]
+
+
+def _median(events: list[Event], *names: str) -> float:
+    """Return the median over the slow steps of the sum of these sections, in seconds."""
+    steps = _read_sections(events, SLOW)
+    return statistics.median(sum(step[name] for name in names) for step in steps)
 
 
 def _read_scalars(directory: Path) -> dict[str, list[float]]:

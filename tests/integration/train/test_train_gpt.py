@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from support.waiting import PATIENCE_SECONDS
+from support.held_exports import hold_exports
+from support.waiting import PATIENCE_SECONDS, wait_for
 from support.warm_programs import WarmProgram, start_warm_program
 
 from flagscale.launcher.liveness.diagnosis import HostFiles, TorchrunExit, diagnose_host
@@ -119,14 +120,18 @@ class TrainingProcess:
         ]
 
     def wait_for_event(self, event_type: str, **fields: Any) -> Event:
-        """Return the first event of a type with these fields; wait for up to two minutes."""
-        for _ in range(1200):
+        """Wait for an event of a type with these fields, and return the first one."""
+
+        def find_event() -> Event | None:
+            has_ended = self.process.poll() is not None  # before its last events are read
             for event in self.events(event_type) if self.status.is_dir() else []:
                 if all(event.get(name) == value for name, value in fields.items()):
                     return event
-            assert self.process.poll() is None, self.process.communicate()
-            time.sleep(0.1)
-        raise AssertionError(f"no {event_type} event was written")
+            assert not has_ended, self.process.communicate()
+            return None
+
+        found: Event = wait_for(find_event, f"a {event_type} event")
+        return found
 
     def losses(self) -> list[float]:
         """Return the losses of all steps and ranks that report them."""
@@ -272,15 +277,18 @@ def test_early_stopping_survives_resume_and_the_best_checkpoint_is_kept(tmp_path
 
 
 def test_each_checkpoint_is_exported_and_deleted_with_its_export(tmp_path: Path) -> None:
-    """Training is much faster than an export, so that the export of the second checkpoint is left
-    out, and the first checkpoint is still being read when it is superseded.
+    """The export of the first checkpoint waits until training has ended, so that the export of the
+    second one is left out, and the first is still being read when it is superseded.
     """
+    site = tmp_path / "site"
+    hold_exports(site, "checkpoints/iter_0000004")
     training = TrainingProcess(
         tmp_path,
         "--train-iters 4 --save-interval 1 --keep-last 1 --save checkpoints "
         "--export-huggingface hf --export-each-checkpoint --eval-iters 1 --save-best "
         "--untie-embeddings-and-output-weights "
         "--eval-interval 1 --early-stopping-patience 9",
+        python_path=(site, ROOT, PATCHED_MEGATRON),
     )
     assert training.wait() == 0, training.errors
     assert "exported to hf/iter_0000001" in training.output

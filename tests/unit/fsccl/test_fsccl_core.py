@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.compiled import compile_program
+from support.waiting import PATIENCE_SECONDS
 
 CORE_TESTS = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
@@ -52,7 +53,7 @@ def ranks_program(request: pytest.FixtureRequest) -> Path:
     return build(request.param, "ranks_test.cpp")
 
 
-def run(program: Path, *arguments: str, seconds: float = 120) -> None:
+def run(program: Path, *arguments: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Run a test program and check that it succeeds within ``seconds``."""
     # ThreadSanitizer assumes that sent memory is read until the call returns. With in-place results
     # it may be overwritten earlier: a peer computed the result from the received data, which the
@@ -161,7 +162,7 @@ def run_scale_test(*arguments: object) -> str:
         [str(program), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
@@ -249,7 +250,9 @@ def test_units() -> None:
         "topology.cpp",
     )
     program = build("memory", "units_test.cpp", core_sources)
-    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [str(program)], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
     assert result.returncode == 0, result.stderr[-4000:]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.compiled import compile_program
+from support.waiting import PATIENCE_SECONDS
 
 DATAGRAM_TESTS = Path(__file__).parent / "datagram"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
@@ -55,7 +56,7 @@ def run(*arguments: object, test: str = "datagram_test", build: str = "memory") 
         [str(program), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr[-4000:]

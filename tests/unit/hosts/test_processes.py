@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import processes
 from flagscale.hosts.processes import Process
@@ -72,7 +73,7 @@ def test_signal_reaches_only_the_identified_process(child: subprocess.Popen[byte
 
 def test_kill_run_processes(child: subprocess.Popen[bytes]) -> None:
     assert processes.kill_run_processes(RUN, 5, exclude=[child.pid]) == processes.KilledProcesses()
-    killed_processes = processes.kill_run_processes(RUN, 5)
+    killed_processes = processes.kill_run_processes(RUN, PATIENCE_SECONDS)
     assert killed_processes.terminated == (child.pid,)
     assert killed_processes.killed == killed_processes.survivors == ()
     assert processes.kill_run_processes(RUN, 5) == processes.KilledProcesses()
@@ -87,6 +88,8 @@ def test_a_process_of_another_host_that_starts_meanwhile_is_not_ended(
     def start(host: str) -> int:
         variables = {"FLAGSCALE_RUN_ID": RUN, "FLAGSCALE_STATUS_DIR": str(tmp_path / host / "s")}
         started.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **variables}))
+        # A new program is visible a moment before its environment can be read.
+        wait_for(lambda: processes.read_environment(started[-1].pid))
         return started[-1].pid
 
     def start_after_scan() -> Iterator[int]:

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_for
 
-from flagscale.hosts import processes
 from flagscale.launcher.host_record import (
     IMAGE_VARIABLE,
     HostRecorder,
@@ -138,8 +138,7 @@ def test_recorder_ends_with_the_job(tmp_path: Path) -> None:
     recorder = HostRecorder()
     recorder.start(tmp_path, 0, ["--data-path", str(tmp_path / "pipe.jsonl")])
     (pid,) = recorder.pids
-    is_waiting = processes.wait_until(lambda: '"code"' in _read(tmp_path / HOST_RECORD_FILE), 30)
-    assert is_waiting, "only the file is missing"
+    wait_for(lambda: '"code"' in _read(tmp_path / HOST_RECORD_FILE), "all but the file")
     recorder.stop()
     recorder.record_exit(*os.waitpid(pid, 0))
     assert not recorder.pids

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from support.launch_lab import PROJECT
-from support.waiting import PATIENCE_SECONDS
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.accelerators.base import Accelerator
 from flagscale.accelerators.counters import DeviceCounters
@@ -139,8 +139,8 @@ def test_a_restart_counts_and_begins_with_the_earlier_values(tmp_path: Path) -> 
     assert samples["flagscale_warnings_total", ""] == 2
 
 
-def _get(port: int, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as reply:
+def _get(port: int, path: str = "/metrics", seconds: float = PATIENCE_SECONDS) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=seconds) as reply:
         assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return str(reply.read().decode())
 
@@ -149,7 +149,7 @@ def _get_eventually(port: int) -> str:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         try:
-            return _get(port)
+            return _get(port, seconds=10)
         except (OSError, AssertionError):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -160,11 +160,19 @@ def test_the_server_waits_for_its_port_and_survives_its_clients(
 ) -> None:
     monkeypatch.setattr(metrics_server, "_BIND_RETRY_SECONDS", 0.05)
     port = free_port()
+    output = ""
+
+    def is_reported() -> bool:
+        nonlocal output
+        output += "".join(capfd.readouterr())
+        return "metrics are not served" in output
+
     with socket.create_server(("127.0.0.1", port)):
         _server(tmp_path, port).start()
-        time.sleep(0.2)
+        wait_for(is_reported)
+        time.sleep(0.2)  # for further attempts
     assert _parse(_get_eventually(port))
-    output = "".join(capfd.readouterr())
+    output += "".join(capfd.readouterr())
     assert output.count("metrics are not served at 127.0.0.1 port") == 1
     with pytest.raises(urllib.error.HTTPError, match="404"):
         _get(port, "/etc/passwd")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.report_lab import ParsedPage, StoredRun, progress_events, store_run
+from support.waiting import wait_for
 
 from flagscale.hosts import processes
 from flagscale.launcher.planning.model import RunnerHandle
@@ -153,6 +154,8 @@ def test_page_of_a_live_run_states_its_time(tmp_path: Path) -> None:
     )
     environment = {**os.environ, RUN_ID_VARIABLE: stored_run.state.run_id}
     with subprocess.Popen(["sleep", "600"], env=environment) as script:
+        # A new program is visible a moment before its environment can be read.
+        wait_for(lambda: processes.read_environment(script.pid))
         identity = processes.identify_process(script.pid)
         assert identity is not None
         boot_id = processes.read_boot_id()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from support.waiting import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.sinks import delivery
 from flagscale.sinks.base import MetricsRecord, MetricsSink, Outcome, TrainingRun
@@ -36,7 +36,7 @@ class ListSink(MetricsSink):
 
     def log_batch(self, records: Sequence[MetricsRecord]) -> None:
         self._call("log")
-        self.gate.wait(20)
+        self.gate.wait(PATIENCE_SECONDS)
         self.steps += [record.step for record in records]
 
     def close(self, outcome: Outcome) -> None:
@@ -52,9 +52,14 @@ class ListSink(MetricsSink):
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(delivery, "FIRST_RETRY_SECONDS", 0.01)
     monkeypatch.setattr(delivery, "MAX_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(delivery, "CLOSE_SECONDS", dict.fromkeys(delivery.CLOSE_SECONDS, 0.3))
+    _set_close_seconds(monkeypatch, PATIENCE_SECONDS)
     yield
     assert close_running_deliveries() in (True, False)
+
+
+def _set_close_seconds(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    limits = dict.fromkeys(delivery.CLOSE_SECONDS, seconds)
+    monkeypatch.setattr(delivery, "CLOSE_SECONDS", limits)
 
 
 def _start(*sinks: MetricsSink) -> MetricsDelivery:
@@ -153,21 +158,31 @@ def test_a_hanging_sink_delays_neither_steps_nor_others_nor_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(delivery, "SILENCE_SECONDS", 0.05)
+    _set_close_seconds(monkeypatch, 0.3)
     hanging, healthy = ListSink(), ListSink()
+    hanging.title = "Hanging"
     hanging.gate.clear()
     started = _start(hanging, healthy)
     begin = time.monotonic()
     for step in range(500):
         started.log(step, {"loss": 1.0})
-    assert time.monotonic() - begin < 1
-    time.sleep(0.1)
-    assert any("has not answered for" in text for text in _texts(started))
-    assert not _texts(started), "reported twice"
-    begin = time.monotonic()
+    wait_for(lambda: len(healthy.steps) == 500)
+    texts: list[str] = []
+
+    def is_reported() -> bool:
+        texts.extend(text for text in _texts(started) if text.startswith("Hanging: "))
+        return bool(texts)
+
+    wait_for(is_reported)
+    is_reported()
+    (report,) = texts
+    assert "has not answered for" in report
     started.close("stopped")
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < PATIENCE_SECONDS, "it has waited for the sink"
     assert healthy.steps == list(range(500))
-    assert "does not answer at the end of the run" in _texts(started)[-1]
+    texts.clear()
+    assert is_reported()
+    assert "does not answer at the end of the run" in texts[-1]
     assert close_running_deliveries(), "its client may hang at exit"
     hanging.gate.set()
     wait_for(lambda: hanging.calls[-1] == "stopped")

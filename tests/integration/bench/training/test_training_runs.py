@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,11 @@ def wait_for_workers(process: subprocess.Popen[Any], module: str) -> list[psutil
     """Wait until ``process`` has two descendants that run ``module``, and return them."""
 
     def find_workers() -> list[psutil.Process]:
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        workers = [p for p in descendants if any(module in word for word in p.cmdline())]
+        workers = []
+        for descendant in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if any(module in word for word in descendant.cmdline()):
+                    workers.append(descendant)
         return workers if len(workers) == 2 else []
 
     workers: list[psutil.Process] = wait_for(find_workers, module)
@@ -146,6 +150,6 @@ def test_killed_worker_ends_the_run_with_an_error(tmp_path: Path) -> None:
     assert "its process failed: SIGKILL" in err
     assert "error: training VGG-19/8, without traffic, failed" in err
     assert "Traceback" not in err
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert alive == []
     assert not (tmp_path / "all.json").exists()

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.job import Notice
@@ -58,7 +60,7 @@ def send(**environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
 
 
@@ -134,4 +136,10 @@ def test_processes_started_by_a_command_end_with_it(tmp_path: Path) -> None:
     result = send(**{NOTIFY_COMMAND_VARIABLE: f"sleep 600 & echo $! > {tmp_path}/pid; exit 3"})
     assert "exit code 3" in result.stderr
     pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+    def has_ended() -> bool:
+        with suppress(OSError):
+            return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+        return True
+
+    wait_for(has_ended)

@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_for
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.hosts import kernel, processes
 from flagscale.launcher.layout import HostFiles, latest_status_directory, status_directory
+from flagscale.launcher.liveness import attempt as attempt_module
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.attempt import Attempt, Stage
 from flagscale.launcher.liveness.watch import RankWatch, StackDump
@@ -147,11 +148,15 @@ def test_secret_is_moved_from_the_environment_to_a_file(
     assert secret.take_secret(tmp_path / "other") is None
 
 
-def test_rank_that_ends_by_itself_gets_no_signal(tmp_path: Path) -> None:
+def test_rank_that_ends_by_itself_gets_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own exit code is more informative than a signal's."""
+    monkeypatch.setattr(attempt_module, "FAILED_GRACE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(attempt_module, "TORCHRUN_EXIT_SECONDS", PATIENCE_SECONDS)
     program = (
-        "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').close();"
-        "time.sleep(1); sys.exit(7 if os.environ['RANK'] == '0' else 0)"
+        "import os, sys, time; rank = os.environ['RANK']; open(sys.argv[1] + rank, 'w').close();"
+        "time.sleep(1 if rank == '0' else 600); sys.exit(7)"
     )
     starter = (
         "import os, subprocess, sys; words = [sys.executable, '-c', *sys.argv[1:]];"
@@ -159,7 +164,7 @@ def test_rank_that_ends_by_itself_gets_no_signal(tmp_path: Path) -> None:
         " env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r)}) for r in (0, 1)];"
         "print(*[rank.wait() for rank in ranks], file=open(sys.argv[2] + 'codes', 'w'))"
     )
-    attempt = Attempt("t-dying", 5)
+    attempt = Attempt("t-dying", PATIENCE_SECONDS)
     command = [sys.executable, "-c", starter, program, f"{tmp_path}/"]
     attempt.start(command, {**os.environ, RUN_ID_VARIABLE: "t-dying"})
     wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())

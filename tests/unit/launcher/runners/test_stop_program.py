@@ -29,7 +29,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 @pytest.fixture
 def state(make_plan: MakePlan, tmp_path: Path) -> RunState:
     plan = make_state(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
-    return replace(plan, run_id=f"t-{os.urandom(6).hex()}", stop_grace=1.0)
+    return replace(plan, run_id=f"t-{os.urandom(6).hex()}", stop_grace=5.0)
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.waiting import PATIENCE_SECONDS
+from support.waiting import PATIENCE_SECONDS, wait_for
 
 from flagscale.launcher.show.stopped_output import without_torchrun_report
 
@@ -92,7 +91,7 @@ def test_other_lines_are_unchanged(texts: list[str]) -> None:
     assert list(without_torchrun_report(texts)) == texts
 
 
-PROGRAM = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+PROGRAM = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 
 
 @pytest.mark.torch
@@ -107,10 +106,7 @@ def test_report_of_a_real_torchrun_is_left_out(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         text=True,
     )
-    for _ in range(600):
-        if (tmp_path / "up").exists():
-            break
-        time.sleep(0.1)
+    wait_for((tmp_path / "up").exists)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert "Traceback" in errors
