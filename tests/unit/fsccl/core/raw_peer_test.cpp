@@ -295,7 +295,7 @@ void many_silent_connections_block_nobody() {
 // A connection without a hello may belong to any peer, but only for a limited time: it does not
 // hide that a peer is lost.
 void silent_connection_does_not_hide_a_lost_peer() {
-  RawPeer peer(std::chrono::seconds(60));
+  RawPeer peer(std::chrono::seconds(60), std::chrono::milliseconds(500));
   Bytes in(10);
   const RequestPtr request = peer.transport->recv(1, kTag, all_of(in));
   const Fd silent_connection = peer.connect_without_hello();

@@ -98,12 +98,13 @@ class RawPeer {
   // Bytes of a body, and of the part of it that is transferred before something happens.
   static constexpr size_t kBody = 12 << 20, kPartialBody = 8 << 20;
 
-  explicit RawPeer(std::chrono::milliseconds user_timeout = std::chrono::seconds(1)) {
+  explicit RawPeer(std::chrono::milliseconds user_timeout = std::chrono::seconds(1),
+                   std::chrono::milliseconds hello_timeout = std::chrono::seconds(20)) {
     options_.interface = "lo";
     options_.buffer_bytes = 128 << 10;
     options_.connections = 1;
     options_.user_timeout = user_timeout;
-    options_.hello_timeout = std::chrono::milliseconds(500);
+    options_.hello_timeout = hello_timeout;
     options_.max_buffered_bytes = 1 << 20;
     transport = std::make_shared<TcpDevice>(options_)->open();
     Listener listener = std::move(listen_tcp(options_)[0]);
