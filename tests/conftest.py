@@ -23,8 +23,14 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="flagscale-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # On a busy machine the generation of examples may be slow, which is not an error of the tested
-# code.
-settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# code. CI tries the same examples each time, so that a change does not fail for another one's error;
+# elsewhere each run tries new ones.
+settings.register_profile(
+    "steady",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=os.environ.get("FLAGSCALE_SAME_EXAMPLES") == "1",
+)
 settings.load_profile("steady")
 
 LONGEST_FILES = ("test_layouts.py", "test_checkpoints.py", "test_slurm_runs.py", "test_agents.py")
