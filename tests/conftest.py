@@ -23,8 +23,8 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="flagscale-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # On a busy machine the generation of examples may be slow, which is not an error of the tested
-# code. CI tries the same examples each time, so that a change does not fail for the error of another
-# one; elsewhere each run tries new ones.
+# code. CI tries the same examples each time, so that no change fails for the error of another one;
+# elsewhere each run tries new ones.
 settings.register_profile(
     "steady",
     deadline=None,

@@ -81,6 +81,7 @@ class Attempt:
         self._after_failure = False
         self._self_ending_ranks: Collection[int] = ()
         self._signalled_ranks: set[Process] = set()
+        self._has_terminated_ranks = False
         self._ranks_ended_at: float | None = None
         self._terminated_pids: set[int] = set()
         self._sweep_started_at = 0.0
@@ -177,7 +178,9 @@ class Attempt:
         torchrun that gets the signal itself does not report how its ranks ended. torchrun gets it
         if it stays although the ranks have ended, or when the grace period is over.
         """
-        if elapsed_seconds < NEW_RANK_SECONDS:
+        # Once in any case, even if this process was held up for longer.
+        if elapsed_seconds < NEW_RANK_SECONDS or not self._has_terminated_ranks:
+            self._has_terminated_ranks = True
             self._terminate_ranks()
         grace_is_over = elapsed_seconds >= self._current_grace_seconds
         if grace_is_over and self._after_failure:

@@ -24,9 +24,9 @@ if [[ -e $agent_file ]]; then
     [[ $record =~ $agent_pattern ]] && refuse_if_alive agent "${BASH_REMATCH[@]:1:3}"
 fi
 if [[ -e $script_file ]]; then
-    other_pid= other_ticks= other_boot=
+    other_pid="" other_ticks="" other_boot=""
     # Another start may have created the file, and not written to it yet.
-    for ((i = 0; i < 50; i++)); do
+    for _ in {1..50}; do
         read -r other_pid other_ticks other_boot <"$script_file" && break
         [[ -e $script_file ]] || break
         sleep 0.1
@@ -44,6 +44,7 @@ read_start_ticks "$$"
 
 phase=before_start
 agent_pid=
+earlier_pid="" # of the last background process before the agent
 
 # Runs after_stop however the script ends, and exits with the job's exit code.
 finish() {
@@ -68,6 +69,8 @@ finish() {
 }
 # The agent ends the job; before the agent is started, the script just exits.
 on_signal() {
+    # Between the start of the agent and the next command, only bash knows its pid.
+    [[ $phase == before_start || ${!-} == "$earlier_pid" ]] || agent_pid=$!
     [[ -n $agent_pid ]] || exit $((128 + $1))
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
@@ -91,4 +94,5 @@ if [[ -n $before_start ]]; then
 fi
 
 # The job runs under an agent that leaves no process of this run behind.
+earlier_pid=${!-}
 phase=job

@@ -44,7 +44,7 @@ _LAUNCHER_VARIABLES = (
 )
 # Shell variables of a host's script: an exported variable of the same name would be overwritten.
 SCRIPT_VARIABLES = re.compile(
-    "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted"
+    "after_stop|agent|agent_file|agent_pid|before_start|boot|code|earlier_pid|exit_file|interrupted"
     "|agent_pattern|other_boot|other_pid|other_ticks|phase|pid_file|program|record|run_dir|run_label"
     "|script_file|starter|ticks|torchrun"
 )

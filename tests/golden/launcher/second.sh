@@ -115,7 +115,13 @@ if [[ -e $agent_file ]]; then
     [[ $record =~ $agent_pattern ]] && refuse_if_alive agent "${BASH_REMATCH[@]:1:3}"
 fi
 if [[ -e $script_file ]]; then
-    read -r other_pid other_ticks other_boot <"$script_file"
+    other_pid="" other_ticks="" other_boot=""
+    # Another start may have created the file, and not written to it yet.
+    for _ in {1..50}; do
+        read -r other_pid other_ticks other_boot <"$script_file" && break
+        [[ -e $script_file ]] || break
+        sleep 0.1
+    done
     refuse_if_alive script "$other_pid" "$other_ticks" "$other_boot"
     rm -f -- "$script_file"
 fi
@@ -129,6 +135,7 @@ read_start_ticks "$$"
 
 phase=before_start
 agent_pid=
+earlier_pid="" # of the last background process before the agent
 
 # Runs after_stop however the script ends, and exits with the job's exit code.
 finish() {
@@ -153,6 +160,8 @@ finish() {
 }
 # The agent ends the job; before the agent is started, the script just exits.
 on_signal() {
+    # Between the start of the agent and the next command, only bash knows its pid.
+    [[ $phase == before_start || ${!-} == "$earlier_pid" ]] || agent_pid=$!
     [[ -n $agent_pid ]] || exit $((128 + $1))
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
@@ -176,6 +185,7 @@ if [[ -n $before_start ]]; then
 fi
 
 # The job runs under an agent that leaves no process of this run behind.
+earlier_pid=${!-}
 phase=job
 (give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!

@@ -104,6 +104,18 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
     assert processes.find_run_processes(planned.run_id) == []
 
 
+def test_a_signal_right_after_the_start_of_the_agent_ends_it(bench: Bench) -> None:
+    planned = bench.plan(SLEEPING_PROGRAM)
+    bench.write_script(planned)
+    script, start = planned.hosts[0].script, "\nagent_pid=$!\n"
+    text = script.read_text()
+    assert text.count(start) == 1
+    script.write_text(text.replace(start, f"\nkill -TERM $${start}"))
+    result = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert result.returncode == 143, result.stderr
+    assert processes.find_run_processes(planned.run_id) == []
+
+
 def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
     planned = bench.plan(SLEEPING_PROGRAM)
     bench.write_script(planned)
