@@ -252,7 +252,7 @@ class SlurmLab(Lab):
         # Components of a heterogeneous job cannot be cancelled individually.
         if jobs := {job.partition("+")[0] for job in slurm.list_jobs()}:
             slurm.run("scancel", *jobs)
-        slurm.wait_until_no_jobs()
+        slurm.wait_until_no_jobs(PATIENCE_SECONDS)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def read_exit_record(lab: SshLab, host: str) -> dict[str, Any]:
 
 def wait_until_clean(lab: SshLab, others: dict[str, list[int]]) -> None:
     """Wait until the run has left no process on any host; check that bystanders are alive."""
-    wait_for(lambda: not lab.remaining_processes())
+    wait_for(lambda: not lab.remaining_processes(), seconds=60)
     assert find_bystanders(lab.bed) == others
 
 

@@ -112,7 +112,7 @@ def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
     wait_for(lambda: len(read_losses(lab)) >= 3)
     lab.bed["h00"].cut_power()
-    wait_for(lambda: not lab.run_processes(lab.bed["h01"]))
+    wait_for(lambda: not lab.run_processes(lab.bed["h01"]), seconds=60)
     failure = lab.state().hosts[0].exit_record()["failure"]
     assert (failure["host"], failure["rank"]) == ("h00", None)
     assert failure["reason"] == (
