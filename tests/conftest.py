@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -32,6 +33,17 @@ settings.register_profile(
     derandomize=os.environ.get("FLAGSCALE_SAME_EXAMPLES") == "1",
 )
 settings.load_profile("steady")
+
+
+def pytest_runtest_setup() -> None:
+    """Let torch compute in one thread, as the workers of the test run are more than the cores.
+
+    Threads that wait for each other by spinning take the cores from the other workers.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
 
 LONGEST_FILES = ("test_layouts.py", "test_checkpoints.py", "test_slurm_runs.py", "test_agents.py")
 """Files that take minutes each, longest first."""
