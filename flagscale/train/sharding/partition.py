@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -113,36 +113,38 @@ class ChunkPartition:
             of_experts = not getattr(param, "allreduce", True)
             # Weights that two pipeline stages share must be sharded in the same way on both.
             shared = getattr(param, "shared_embedding", False)
-            gathers_fp8 = self._gathers_fp8(param)
-            key = (of_experts, param.dtype, param.requires_grad, shared, gathers_fp8)
+            key = (of_experts, param.dtype, param.requires_grad, shared, self._is_fp8(param))
             by_bucket.setdefault(key, []).append(param)
         buckets = []
-        for (of_experts, dtype, is_trained, _, gathers_fp8), bucket_params in by_bucket.items():
-            create_bucket: Any = ShardedBucket
-            if gathers_fp8 and self._fp8_linears is not None:
-                create_bucket = partial(Fp8Bucket, fp8_linears=self._fp8_linears)
+        for (of_experts, dtype, is_trained, _, is_fp8), bucket_params in by_bucket.items():
             create_bucket = partial(
-                create_bucket,
+                self._select_bucket_type(is_fp8=is_fp8),
                 bucket_params,
                 self._collectives[of_experts],
                 shards_weights=self._shards_weights,
                 initialize=self._initialize,
             )
             if is_trained:
-                create_bucket = partial(
-                    self._get_buffer(dtype, of_experts).add_bucket, create_bucket
-                )
-            buckets.append(create_bucket())
+                buckets.append(self._get_buffer(dtype, of_experts).add_bucket(create_bucket))
+            else:
+                buckets.append(create_bucket())
         return ShardedUnit(buckets, gradient_memory, shards_weights=self._shards_weights)
 
-    def _gathers_fp8(self, param: torch.nn.Parameter) -> bool:
-        """Return whether the FP8 values of a weight are gathered instead of the weight."""
+    def _is_fp8(self, param: torch.nn.Parameter) -> bool:
+        """Return whether only FP8 values of a weight are needed between its all-gather and release,
+        because it is sharded.
+        """
         return (
             self._fp8_linears is not None
             and param in self._fp8_linears.by_weight
             and self._shards_weights
             and self._collectives[False].ranks > 1
         )
+
+    def _select_bucket_type(self, *, is_fp8: bool) -> Callable[..., ShardedBucket]:
+        if not is_fp8 or self._fp8_linears is None:
+            return ShardedBucket
+        return partial(Fp8Bucket, fp8_linears=self._fp8_linears)
 
     def _get_buffer(self, dtype: torch.dtype, of_experts: bool) -> ShardedBuffer:
         grad_dtype = torch.float32 if self._ddp_config.grad_reduce_in_fp32 else dtype
