@@ -205,7 +205,8 @@ class Fp8Bucket(ShardedBucket):
             Handle whose ``wait`` must be called before :meth:`finish_all_gather`.
         """
         assert not self._is_stale, "call quantize_shards after the weights have changed"
-        self._all_values.untyped_storage().resize_(self._all_values.numel())
+        if lacks_memory(self._all_values):
+            self._all_values.untyped_storage().resize_(self._all_values.numel())
         self._has_transposes = False
         if self._fp8_shard is None:
             return super().start_all_gather()
