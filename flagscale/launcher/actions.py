@@ -140,25 +140,28 @@ def _submit_run(
             note(text)
         for live_run in runs.find_elsewhere(experiment):
             note(f"run {live_run.run_id} of this configuration lives in {live_run.exp_dir}")
-        with runs.register_run(ready.plan, experiment) as update:
-            try:
+        try:
+            with runs.register_run(ready.plan, experiment) as update:
                 state = runner.submit(ready.plan, config_texts, foreground=foreground)
-            except KeyboardInterrupt:
-                _stop_begun_run(runner, ready.plan)
-                raise
-            update(state)
-        started(state)
-        if foreground or experiment.runner.wait_for != "none":
-            state = _await_hosts(runner, state, foreground=foreground)
-            update(state)
+                update(state)
+            started(state)
+            if foreground or experiment.runner.wait_for != "none":
+                if foreground:
+                    interrupt_on_signals()
+                # A scheduler may take hours to allocate the hosts.
+                state = runner.await_hosts(state)
+                update(state)
+        except KeyboardInterrupt:
+            _stop_submitted_run(runner, ready.plan)
+            raise
         yield runner, ready.plan, state
 
 
-def _stop_begun_run(runner: Runner, plan: LaunchPlan) -> None:
-    """Stop a run whose start was interrupted, on those hosts where it has started."""
+def _stop_submitted_run(runner: Runner, plan: LaunchPlan) -> None:
+    """Stop a run if its state was saved, which every runner does before it starts anything."""
     state = load_state(plan.layout.state)
     if state is not None and state.run_id == plan.run_id:
-        log_line(f"interrupted while it was started: stopping run {state.run_id}")
+        log_line(f"stopping run {state.run_id}: its job was submitted already")
         run_commands.interrupt_run(runner, state)
 
 
@@ -186,21 +189,6 @@ def _refuse_hidden_live_run(plan: LaunchPlan) -> None:
             f"run {state.run_id} may still live on {compress_names(unreachable_hosts)}, which do "
             "not answer"
         )
-
-
-def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunState:
-    """Wait until the run's hosts are allocated, which may take a scheduler hours.
-
-    Ctrl-C ends the run.
-    """
-    if foreground:
-        interrupt_on_signals()
-    try:
-        return runner.await_hosts(state)
-    except KeyboardInterrupt:
-        log_line(f"stopping run {state.run_id}")
-        run_commands.interrupt_run(runner, state)
-        raise
 
 
 def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: str) -> str:

@@ -92,7 +92,7 @@ def compute_factor(max_magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     """Return the fp32 factors that map the largest magnitudes of tensors or of rows to the maximum
     of ``dtype``. Their reciprocals are the scales.
     """
-    return torch.finfo(dtype).max / max_magnitude.float().clamp(min=_MIN_MAGNITUDE)
+    return fp8_blockwise.compute_factor(max_magnitude, dtype, _MIN_MAGNITUDE)
 
 
 def quantize_weight(weight: torch.Tensor, scaling: Scaling) -> Fp8Weight:

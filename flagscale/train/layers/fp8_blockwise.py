@@ -107,7 +107,7 @@ def quantize_squares(
     Returns:
         Values, with both sizes padded to whole squares.
     """
-    factor = _compute_factor(magnitudes, dtype)[:, None, :, None]
+    factor = compute_factor(magnitudes, dtype)[:, None, :, None]
     values = scale_values(_split_into_squares(matrix), factor, dtype)
     return values.flatten(2).flatten(0, 1)
 
@@ -118,7 +118,7 @@ def compute_square_scales(
     """Return the scales of the squares of a weight and of its transpose, with the last dimension
     padded for cuBLAS. ``magnitudes`` is as :func:`measure_squares` returns it.
     """
-    scale = _compute_factor(magnitudes, dtype).reciprocal()
+    scale = compute_factor(magnitudes, dtype).reciprocal()
     return (
         _pad_to_multiple(scale, 0, _SCALE_ALIGNMENT).contiguous(),
         _pad_to_multiple(scale.t(), 0, _SCALE_ALIGNMENT).contiguous(),
@@ -133,9 +133,14 @@ def _split_into_squares(matrix: torch.Tensor) -> torch.Tensor:
     return padded.reshape(-1, BLOCK_SIZE, padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
 
 
-def _compute_factor(magnitudes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors that map the largest magnitudes of blocks to the maximum of ``dtype``."""
-    return torch.finfo(dtype).max / magnitudes.float().clamp(min=_MIN_MAGNITUDE)
+def compute_factor(
+    magnitudes: torch.Tensor, dtype: torch.dtype, min_magnitude: float = _MIN_MAGNITUDE
+) -> torch.Tensor:
+    """Return the factors that map the largest magnitudes of blocks to the maximum of ``dtype``.
+
+    ``min_magnitude`` is a lower bound of the magnitudes, so that factors are finite.
+    """
+    return torch.finfo(dtype).max / magnitudes.float().clamp(min=min_magnitude)
 
 
 def scale_values(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -151,7 +156,7 @@ def _quantize_blocks(
 
     A block consists of all numbers along ``dimension``.
     """
-    factor = _compute_factor(blocks.abs().amax(dimension, keepdim=True), dtype)
+    factor = compute_factor(blocks.abs().amax(dimension, keepdim=True), dtype)
     return scale_values(blocks, factor, dtype), factor.reciprocal()
 
 

@@ -39,12 +39,8 @@ def find_fp8_linears(model: Any, config: TransformerConfig, scaling: Scaling) ->
     Raises:
         ConfigError: a dimension of a weight is not supported by FP8 GEMMs.
     """
-    by_weight = {
-        linear.weight: linear
-        for layer in find_transformer_layers(model)
-        if _uses_fp8(layer.layer_number, config)
-        for linear in _find_fp8_linears(layer)
-    }
+    layers = _iter_fp8_layers(model, config)
+    by_weight = {linear.weight: linear for _, linears in layers for linear in linears}
     return Fp8Linears(scaling, by_weight)
 
 
@@ -56,16 +52,14 @@ def enable_fp8(model: Any, config: TransformerConfig, recipe: Fp8Recipe) -> None
     Raises:
         ConfigError: a dimension of a weight is not supported by FP8 GEMMs.
     """
-    for layer in find_transformer_layers(model):
-        if _uses_fp8(layer.layer_number, config):
-            linears = list(_find_fp8_linears(layer))
-            for linear in linears:
-                linear.fp8_recipe = recipe
-            # If weights are sharded, their buckets have set fp8_weight and fill it.
-            unsharded = [linear for linear in linears if linear.fp8_weight is None]
-            if unsharded:
-                layer.fp8_weights_stale = True
-                layer.forward = _quantize_before_forward(layer, unsharded, layer.forward)
+    for layer, linears in _iter_fp8_layers(model, config):
+        for linear in linears:
+            linear.fp8_recipe = recipe
+        # If weights are sharded, their buckets have set fp8_weight and fill it.
+        unsharded = [linear for linear in linears if linear.fp8_weight is None]
+        if unsharded:
+            layer.fp8_weights_stale = True
+            layer.forward = _quantize_before_forward(layer, unsharded, layer.forward)
 
 
 def invalidate_fp8_weights(model: torch.nn.Module) -> None:
@@ -73,6 +67,13 @@ def invalidate_fp8_weights(model: torch.nn.Module) -> None:
     for layer in find_transformer_layers(model):
         if hasattr(layer, "fp8_weights_stale"):
             layer.fp8_weights_stale = True
+
+
+def _iter_fp8_layers(model: Any, config: TransformerConfig) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the transformer layers that use FP8, with their linear layers that do."""
+    for layer in find_transformer_layers(model):
+        if _uses_fp8(layer.layer_number, config):
+            yield layer, list(_find_fp8_linears(layer))
 
 
 def _uses_fp8(layer_number: int, config: TransformerConfig) -> bool:

@@ -165,8 +165,9 @@ def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
     result = lab.run_action("run")
     assert result.returncode == 1
-    # The exit code is added if the job ends within a few seconds; `query` shows it in any case.
-    assert "localhost: rank 1 failed: ValueError: bad data in shard 7" in result.stderr
+    assert (
+        "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in result.stderr
+    )
     assert "Traceback (most recent call last)" in result.stderr
     assert "stderr.log" in result.stderr
     lab.wait_until_ended()

@@ -110,7 +110,9 @@ def test_a_signal_right_after_the_start_of_the_agent_ends_it(bench: Bench) -> No
     script, start = planned.hosts[0].script, "\nagent_pid=$!\n"
     text = script.read_text()
     assert text.count(start) == 1
-    script.write_text(text.replace(start, f"\nkill -TERM $${start}"))
+    # The agent is at work, so that it would still end its ranks if the script did not wait.
+    signalled = 'until [[ -e $agent_file ]]; do sleep 0.05; done; kill -TERM "$$"'
+    script.write_text(text.replace(start, f"\n{signalled}{start}"))
     result = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
     assert result.returncode == 143, result.stderr
     assert processes.find_run_processes(planned.run_id) == []

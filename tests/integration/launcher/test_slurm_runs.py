@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support.launch_lab import wait_for_line
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
 from support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.integration
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
     with slurm_lab(slurm_cluster, request.node.name) as new_lab:
         yield new_lab
-
-
-def wait_for_line(launcher: subprocess.Popen[str], text: str) -> None:
-    """Wait until a launcher prints a line with this text."""
-    assert launcher.stdout is not None
-    wait_for(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
 
 
 def test_dryrun_check_run_query_logs_and_stop(lab: SlurmLab) -> None:

@@ -115,10 +115,6 @@ class SlurmRunner:
                     layout.state.unlink(missing_ok=True)
                 problem = Problem("experiment.runner.slurm", f"Slurm rejects the job: {error}")
                 raise ConfigError(problem) from None
-            except KeyboardInterrupt:
-                log_line(f"stopping run {state.run_id}: its job was submitted already")
-                self.stop(state)
-                raise
             job = submitted.job_id
             handle = {**state.runner.handle, "job": job}
             state = replace(state, runner=RunnerHandle(RUNNER_TYPE, handle))
